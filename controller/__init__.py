@@ -1,0 +1,1 @@
+"""The controller: a daemon that decides for many runs."""

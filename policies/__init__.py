@@ -1,0 +1,1 @@
+"""Policies and the models they decide with: numbers only, no torch, no grpc."""

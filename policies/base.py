@@ -1,0 +1,171 @@
+"""What a policy is asked and what it answers.
+
+A policy is a pure function: the same inputs and seed give the same outcome, so a stored decision can
+be taken again. It sees numbers only; it never imports torch or grpc and knows no compressor by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gradpilot.protos.messages import (
+    Candidate,
+    ComputeSample,
+    Family,
+    Layout,
+    LinkEstimate,
+    Option,
+    Plan,
+)
+from gradpilot.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective, joined over ranks.
+
+    Attributes:
+        step: Step number; the sample's age is counted from it.
+        collective: One of ``messages.COLLECTIVES``.
+        bytes: Payload bytes that one rank handed in.
+        skip: Ring steps left out.
+        transfer_seconds: Minimum over ranks: nobody waited for a slower peer in it.
+        straggle_seconds: Median over ranks less the minimum.
+        age_seconds: Since the controller received it.
+    """
+
+    step: int
+    collective: str
+    bytes: int
+    skip: int
+    transfer_seconds: float
+    straggle_seconds: float
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BucketState:
+    """What is known of one bucket, aggregated over ranks.
+
+    Attributes:
+        ready_seconds: Median offset of readiness from the first bucket of a step.
+        gain: Measured gain of the present option, mean over ranks; -1 if unknown.
+        gradient_sq: Mean over ranks of ||gradient||^2; weight of the bucket in the total gain.
+        residual_sq: Mean over ranks of ||residual||^2.
+        energy: Mean energy curve at ``messages.ENERGY_RATIOS``; empty if unknown.
+    """
+
+    ready_seconds: float = 0.0
+    gain: float = -1.0
+    gradient_sq: float = -1.0
+    residual_sq: float = -1.0
+    energy: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """What an operator may set for a policy.
+
+    Attributes:
+        choice: ``tta`` (least predicted time to accuracy), ``knee`` or ``weighted``.
+        weights: Weights of statistical loss, compression and synchronisation time (``weighted``).
+        gain_floor: Least expected gain over the whole gradient, [0, 1].
+        min_improvement: A switch must cut the predicted cost by this share, such as 0.05.
+        dwell_steps: Least number of steps between two switches.
+        interval: Decision step N of the plans made.
+        fixed: Option of the policy ``fixed``.
+        per_bucket: Whether buckets may get different options (groups by size).
+        solver_seconds: Wall-clock cap of one solve.
+        ratios: Number of ratios per family in the log grid.
+    """
+
+    choice: str = "tta"
+    weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
+    gain_floor: float = 0.02
+    min_improvement: float = 0.05
+    dwell_steps: int = 20
+    interval: int = 50
+    fixed: Option = Option()
+    per_bucket: bool = False
+    solver_seconds: float = 1.0
+    ratios: int = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a decision depends on.
+
+    Attributes:
+        run: Run id.
+        model: Model name.
+        world_size: Ranks N.
+        step: Newest step reported.
+        seed: Seed of everything random in the decision.
+        layout: Present layout.
+        families: What the agents can do, from the catalog.
+        compute: Compressor seconds; of several for one (family, ratio, elements) the last counts.
+        operations: Recent collectives, joined over ranks.
+        buckets: State per bucket, in layout order.
+        compute_seconds: Step time less exposed time, the part no plan changes.
+        step_seconds: Measured median step time under ``current``; 0 if unknown.
+        current: Plan in force; None before the first.
+        steps_since_switch: Steps under ``current``.
+        link: Estimate of the previous decision; None at the first.
+        backend: Backend of the gradient collectives.
+        settings: See ``PolicySettings``.
+    """
+
+    run: str
+    model: str
+    world_size: int
+    step: int
+    seed: int
+    layout: Layout
+    families: tuple[Family, ...]
+    compute: tuple[ComputeSample, ...]
+    operations: tuple[Operation, ...]
+    buckets: tuple[BucketState, ...]
+    compute_seconds: float
+    step_seconds: float = 0.0
+    current: Plan | None = None
+    steps_since_switch: int = 0
+    link: LinkEstimate | None = None
+    backend: str = "gloo"
+    settings: PolicySettings = field(default_factory=PolicySettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A policy's answer.
+
+    Attributes:
+        outcome: ``switch``, ``keep`` or ``probe`` (the link cannot be told from the data).
+        reason: Why, with the numbers that decided.
+        options: Option per bucket, in layout order; empty unless ``switch``.
+        chosen: The candidate chosen (also when kept: the best one seen); None if none.
+        current: The plan in force under the same models; None if there is none.
+        front: Pareto set.
+        link: Link estimate; None if there is none yet.
+        probe_bytes: Two sizes to probe; empty unless ``probe``.
+    """
+
+    outcome: str
+    reason: str
+    options: tuple[Option, ...] = ()
+    chosen: Candidate | None = None
+    current: Candidate | None = None
+    front: tuple[Candidate, ...] = ()
+    link: LinkEstimate | None = None
+    probe_bytes: tuple[int, ...] = ()
+
+
+class Policy(Protocol):
+    """A way to decide."""
+
+    def decide(self, inputs: Inputs) -> Outcome:
+        """Return what should be done now; never blocks, never keeps state."""
+        ...
+
+
+POLICIES: Registry[type[Policy]] = Registry("policy", "gradpilot.policies")

@@ -1,0 +1,1 @@
+"""Collective algorithms: requests that compressors yield, and schedules that carry them."""

@@ -1,0 +1,1 @@
+"""Compressors, one file each: tensor code without I/O."""
