@@ -1,7 +1,8 @@
 """What a policy is asked and what it answers.
 
-A policy is a pure function: the same inputs and seed give the same outcome, so a stored decision can
-be taken again. It sees numbers only; it never imports torch or grpc and knows no compressor by name.
+A policy is a pure function: the same inputs and seed give the same outcome, so a stored decision
+can be taken again. It sees numbers only; it never imports torch or grpc and knows no compressor by
+name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradpilot.protos.messages import (
+    DENSE,
     Candidate,
     ComputeSample,
     Family,
@@ -86,7 +88,7 @@ class PolicySettings:
     min_improvement: float = 0.05
     dwell_steps: int = 20
     interval: int = 50
-    fixed: Option = Option()
+    fixed: Option = DENSE
     per_bucket: bool = False
     solver_seconds: float = 1.0
     ratios: int = 24

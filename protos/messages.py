@@ -1,7 +1,8 @@
 """What agents, controller and operators tell each other, as frozen dataclasses.
 
-The rest of the code sees only these classes; ``codec`` turns them into protobuf messages of the same
-name and field names, and into JSON. Units: seconds, bytes, elements; ratios and gains lie in [0, 1].
+The rest of the code sees only these classes; ``codec`` turns them into protobuf messages of the
+same name and field names, and into JSON. Units: seconds, bytes, elements; ratios and gains lie in
+[0, 1].
 Times of day are Unix seconds; durations come from a monotonic clock.
 """
 
@@ -17,7 +18,7 @@ PROTOCOL_VERSION = 1
 """Raised whenever an old peer could misread a message; a controller refuses other versions."""
 
 MAX_MESSAGE_BYTES = 2 << 20
-"""Cap of one message, both directions, half of gRPC's default so that neither side must raise it."""
+"""Cap of one message, both directions: half of gRPC's default, so neither side must raise it."""
 
 ENERGY_RATIOS: tuple[float, ...] = (
     0.0001, 0.0003, 0.001, 0.002, 0.004, 0.0075, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0,

@@ -1,7 +1,7 @@
 """Requests that a compressor yields and the schedules that can carry an all-reduce.
 
-Neither does I/O. A driver (``worker_agent.wire`` over a process group, ``worker_agent.virtual`` over
-N virtual ranks in one process) executes requests and sends the reply back into the compressor.
+Neither does I/O. A driver (``worker_agent.wire`` over a process group, ``worker_agent.virtual``
+over N virtual ranks in one process) executes requests and sends the reply back into the compressor.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Schedule:
 
 
 def slice_bounds(numel: int, slices: int) -> tuple[slice, ...]:
-    """Cut ``numel`` elements into equal slices, the last ones shorter or empty: no padding is sent."""
+    """Cut ``numel`` elements into equal slices, the last ones shorter or empty (no padding)."""
     length = -(-numel // slices)
     return tuple(slice(min(i * length, numel), min((i + 1) * length, numel)) for i in range(slices))
 
