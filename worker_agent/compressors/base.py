@@ -31,6 +31,8 @@ class At:
         bucket: Fingerprint of the bucket.
         seed: Seed of the run, the same on all ranks.
         shapes: Shapes of the parameters in the bucket, in buffer order.
+        divide: Whether a dense mean divides by N instead of multiplying by 1/N; only to give the
+            very bits that DDP would.
         feedback: Whether the caller keeps what was not sent. If False, ``rounds`` may overwrite
             ``grad`` and may leave ``Estimate.sent`` None.
     """
@@ -41,6 +43,7 @@ class At:
     bucket: str = ""
     seed: int = 0
     shapes: tuple[torch.Size, ...] = ()
+    divide: bool = False
     feedback: bool = True
 
     def random(self, what: str) -> int:
@@ -178,3 +181,48 @@ def create(option: Option) -> Compressor:
             f" got {option.collective!r}"
         )
     return kind.from_option(option)
+
+
+def read_settings(option: Option, *known: str) -> dict[str, str]:
+    """Return the settings of ``option`` by name.
+
+    Args:
+        option: The option.
+        known: Names that the compressor understands.
+
+    Raises:
+        ConfigError: A setting has another name.
+    """
+    for setting in option.settings:
+        if setting.name not in known:
+            accepted = ", ".join(known) or "none"
+            raise ConfigError(
+                f"{option.compressor} has no setting {setting.name!r}; accepted: {accepted}"
+            )
+    return {setting.name: setting.value for setting in option.settings}
+
+
+def require_dense(option: Option) -> None:
+    """Check the option of a compressor that keeps every element and has no settings.
+
+    Raises:
+        ConfigError: The ratio is not 1, or there is a setting.
+    """
+    read_settings(option)
+    if option.ratio != 1.0:
+        raise ConfigError(f"{option.compressor} keeps all: ratio must be 1, got {option.ratio!r}")
+
+
+def subtract_sent_(corrected: Tensor, sent: Tensor | Sparse | None) -> Tensor:
+    """Turn a corrected gradient into the residual, ``corrected - sent``, in place.
+
+    Args:
+        corrected: 1-D gradient plus residual; overwritten and returned.
+        sent: ``Estimate.sent`` of the same rank and bucket.
+    """
+    if sent is None:
+        return corrected.zero_()
+    if isinstance(sent, Sparse):
+        values = sent.values.to(corrected.dtype)
+        return corrected.index_add_(0, sent.indices, values, alpha=-1)
+    return corrected.sub_(sent)

@@ -1,0 +1,111 @@
+"""The catalog: what this agent can do on a layout, with exact wire sizes and measured costs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+from torch import Tensor
+
+from gradpilot.protos.messages import (
+    BucketRounds,
+    ComputeSample,
+    Family,
+    LadderPoint,
+    Setting,
+)
+from gradpilot.worker_agent.buckets import Slot
+from gradpilot.worker_agent.collectives.base import AllGather
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, subtract_sent_
+
+CALIBRATION_ELEMENTS = (1 << 14, 1 << 19)
+"""Sizes at which compressors are timed at attach; costs in between interpolate."""
+
+CALIBRATION_SECONDS = 1.0
+"""Bound of the whole calibration; what it does not reach is measured when it is first used."""
+
+
+def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
+    """Return every registered compressor as families with their wire rounds on these buckets."""
+    return tuple(
+        Family(
+            compressor=members[0].name,
+            settings=settings,
+            collectives=members[0].collectives,
+            ladder=tuple(
+                LadderPoint(
+                    member.ratio,
+                    tuple(
+                        BucketRounds(member.wire(slot.bucket.elements, slot.shapes))
+                        for slot in slots
+                    ),
+                )
+                for member in members
+            ),
+            gain_model=members[0].gain_model,
+            gain_factor=members[0].gain_factor,
+            efficiency_exponent=members[0].efficiency_exponent,
+            memory_payloads=world_size if "allgather" in members[0].collectives else 1,
+        )
+        for settings, members in _grouped()
+    )
+
+
+def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...]:
+    """Time every compressor on this rank's own device and thread count, without communication.
+
+    Replies are made up locally, with the shape that N ranks would give them. Two repetitions, the
+    faster counts: the first one pays for memory.
+    """
+    deadline = time.monotonic() + CALIBRATION_SECONDS
+    samples: list[ComputeSample] = []
+    generator = torch.Generator().manual_seed(0)
+    for elements in CALIBRATION_ELEMENTS:
+        # Cubed normal values have the heavy tail of gradients, which selection costs depend on.
+        grad = torch.randn(elements, generator=generator).pow_(3).to(device)
+        for settings, members in _grouped():
+            for member in members:
+                if time.monotonic() > deadline:
+                    return tuple(samples)
+                best = min(_dry_run(member, grad, world_size) for _ in range(2))
+                samples.append(ComputeSample(member.name, settings, member.ratio, elements, *best))
+    return tuple(samples)
+
+
+def _grouped() -> list[tuple[tuple[Setting, ...], list[Compressor]]]:
+    """Return the ladders of all compressors as families, each ascending in ratio."""
+    grouped = []
+    for name in COMPRESSORS:
+        ladder = sorted(COMPRESSORS.get(name).ladder(), key=lambda c: (repr(c.settings), c.ratio))
+        for settings, members in itertools.groupby(ladder, key=lambda c: c.settings):
+            grouped.append((settings, list(members)))
+    return grouped
+
+
+def _dry_run(compressor: Compressor, grad: Tensor, world_size: int) -> tuple[float, float]:
+    """Return compress and decompress seconds of one run with made-up replies."""
+    feedback = not compressor.lossless
+    at = At(rank=0, world_size=world_size, step=0, feedback=feedback)
+    compress, mark = 0.0, _now(grad)
+    work = grad.clone()  # stands for adding the residual, which the hook counts as compression
+    rounds = compressor.rounds(work, at)
+    try:
+        request = next(rounds)
+        while True:
+            compress += _now(grad) - mark
+            reply = request.payload
+            if isinstance(request, AllGather):
+                reply = reply.expand(world_size, -1).contiguous()
+            mark = _now(grad)
+            request = rounds.send(reply)
+    except StopIteration as stop:
+        if feedback:
+            subtract_sent_(work, stop.value.sent)
+        return compress, _now(grad) - mark
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return time.monotonic()

@@ -1,0 +1,60 @@
+"""What fp16 and bf16 share: one all-reduce in 16 bits.
+
+Letters: N world size, c element of the corrected gradient, p its payload, s what was sent of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradpilot.worker_agent.collectives.base import AllReduce
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.compressors.none import dense_rounds
+
+
+def largest_part(wire: torch.dtype, world_size: int) -> float:
+    """Return the largest payload element whose sum over ranks stays finite.
+
+    It lies below max/N because the cast and each of the N - 1 additions may round up by a factor of
+    1 + u, u the unit roundoff: 2 % below for fp16 and 40 ranks. (At exactly max/N, 1024 ranks that
+    each hold 65504/1024 do overflow in fp16.) Holds for every order of summation.
+    """
+    info = torch.finfo(wire)
+    return float(info.max / world_size / (1.0 + info.eps / 2) ** world_size)
+
+
+def sixteen_bit_rounds(grad: Tensor, at: At, wire: torch.dtype) -> Rounds:
+    """Average a gradient by one all-reduce in ``wire``; the mean has the gradient's dtype.
+
+    Divides by N at fp32 or better, then clamps and casts, so finite gradients give a finite mean;
+    what rounding or clamping took away is left to the residual. NaN stays NaN. A bucket that has
+    the wire's dtype already is averaged as it is.
+
+    ``s = p N`` is exact (p has at most 11 significant bits). Rounding to nearest keeps s within a
+    factor of 2 of c, or at 0, so ``c - s`` is exact too and ``s + residual == c`` bit for bit, for
+    every N < 2^13, powers of two or not. Only clamped elements with |c| >= 2^28 / N, thousands of
+    times beyond the range of fp16, may lose the last bit of c.
+    """
+    if grad.dtype == wire:
+        return (yield from dense_rounds(grad, at))
+
+    precise = torch.promote_types(grad.dtype, torch.float32)
+    if grad.dtype != precise:
+        part = grad.to(precise).div_(at.world_size)
+    elif at.feedback:
+        part = grad.div(at.world_size)
+    else:
+        part = grad.div_(at.world_size)
+    limit = largest_part(wire, at.world_size)
+    request = AllReduce(part.clamp_(-limit, limit).to(wire))
+    # Before the request: its payload is consumed. Reuses the buffer of the quotient.
+    sent = part.copy_(request.payload).mul_(at.world_size) if at.feedback else None
+
+    total = yield request
+
+    if sent is None:
+        return Estimate(grad.copy_(total), None)
+    for omitted in request.omitted:
+        sent[omitted].zero_()
+    return Estimate(total.to(grad.dtype), sent)

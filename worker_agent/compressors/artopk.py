@@ -1,0 +1,126 @@
+"""AR-Topk (Tyagi and Swany, "Flexible Communication", IEEE BigData 2023): top-k by all-reduce.
+
+One rank's top-k indices are broadcast; every rank all-reduces its own values at those indices. What
+a rank holds elsewhere, its own largest elements included, waits in its residual.
+
+Letters: N world size, n elements of the bucket, k kept elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradpilot.errors import ConfigError
+from gradpilot.protos.messages import Option, Setting, WireRound
+from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, Broadcast
+from gradpilot.worker_agent.compressors._select import check_ratio, kept, largest
+from gradpilot.worker_agent.compressors.base import (
+    COMPRESSORS,
+    At,
+    Compressor,
+    Estimate,
+    Rounds,
+    Sparse,
+    read_settings,
+)
+
+_SELECTIONS = ("star", "var")
+
+
+@COMPRESSORS.register("artopk")
+@dataclass(frozen=True, kw_only=True)
+class ArTopK(Compressor):
+    """Keeps the k elements that are largest on one rank, the source.
+
+    ``star`` takes the ranks in turn, so every rank is the source once in N steps and only the
+    source selects. ``var`` takes the rank whose top-k values have the largest squared norm, which
+    all ranks must select and compare for.
+
+    The gain is about 3/4 of top-k's at the same ratio. The efficiency exponent is a least-squares
+    fit through the origin of log efficiency over log gain: a CNN of 0.8 M parameters on
+    Fashion-MNIST needed 275 steps to 86 % dense, and 325 and 500 at gains of .74 and .12. One small
+    model: to be recalibrated on the job.
+
+    Attributes:
+        ratio: Kept fraction k/n, (0, 1].
+        selection: How the source is chosen, ``star`` or ``var``.
+    """
+
+    name: ClassVar[str] = "artopk"
+    collectives: ClassVar[tuple[str, ...]] = ("native", "ring")
+    gain_model: ClassVar[str] = "energy"
+    gain_factor: ClassVar[float] = 0.75
+    efficiency_exponent: ClassVar[float] = 0.28
+
+    ratio: float = 0.01
+    selection: str = "star"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if self.selection not in _SELECTIONS:
+            raise ConfigError(
+                f"artopk selection must be {' or '.join(_SELECTIONS)}, got {self.selection!r}"
+            )
+
+    @classmethod
+    def from_option(cls, option: Option) -> ArTopK:
+        """Return the compressor with the option's ratio and selection."""
+        return cls(ratio=option.ratio, **read_settings(option, "selection"))
+
+    @classmethod
+    def ladder(cls) -> Sequence[ArTopK]:
+        """Return ratios about a factor of 3 apart for both selections."""
+        return tuple(
+            cls(ratio=ratio, selection=selection)
+            for selection in _SELECTIONS
+            for ratio in (0.001, 0.003, 0.01, 0.03, 0.1)
+        )
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Return the selection."""
+        return (Setting("selection", self.selection),)
+
+    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+        """Return 4 bytes of norm (``var`` only), k int32 indices, k fp32 values."""
+        k = kept(n, self.ratio)
+        indices_and_values = (WireRound("broadcast", 4 * k), WireRound("all_reduce", 4 * k))
+        if self.selection == "var":
+            return (WireRound("all_gather", 4), *indices_and_values)
+        return indices_and_values
+
+    def rounds(self, grad: Tensor, at: At) -> Rounds:
+        """Agree on a source, take its indices, average all ranks' values there."""
+        k = kept(grad.numel(), self.ratio)
+
+        # The source and its indices.
+        if self.selection == "var":
+            own = largest(grad, k)
+            energy = grad[own].float().square().sum().view(1)
+            energies = yield AllGather(energy)
+            source = int(energies.view(-1).argmax())  # the first of equal ones
+            message = own.to(torch.int32)
+        else:
+            source = at.step % at.world_size
+            if at.rank == source:
+                message = largest(grad, k).to(torch.int32)
+            else:
+                message = torch.empty(k, dtype=torch.int32, device=grad.device)
+        indices = (yield Broadcast(message, source)).long()
+
+        # Own values there, averaged.
+        values = grad[indices]
+        request = AllReduce(values / at.world_size)
+        averaged = yield request
+
+        if not at.feedback:
+            return Estimate(grad.zero_().index_copy_(0, indices, averaged), None)
+        for part in request.omitted:
+            values[part].zero_()
+        mean = torch.zeros_like(grad).index_copy_(0, indices, averaged)
+        return Estimate(mean, Sparse(indices, values))

@@ -1,0 +1,423 @@
+"""The gradient path: what happens to a bucket between backward and optimizer.
+
+DDP fills a bucket and calls the hook: the bucket is identified, the residual added, the plan's
+option looked up, the compressor's rounds are carried out, the mean is written back, the rest kept,
+and stamps are noted.
+
+A plan whose buckets are all one all-reduce of the backend takes the *native* path: the hook issues
+them itself, asynchronously, as DDP would. Any other plan takes the *threaded* path: one
+communication thread works through the buckets in order while backward goes on. The path depends on
+the plan alone, so it is the same on all ranks and never changes within a step.
+
+This module must not postpone annotations: DDP compares those of the hook with real classes.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradpilot.protos.messages import ProbeRequest, Report, WireSample
+from gradpilot.worker_agent.buckets import BucketTable, Slot
+from gradpilot.worker_agent.collectives.base import AllReduce
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, subtract_sent_
+from gradpilot.worker_agent.coordinator import Coordinator
+from gradpilot.worker_agent.error_feedback import ResidualStore
+from gradpilot.worker_agent.plan import ActivePlan, Given
+from gradpilot.worker_agent.reporting import WindowRecorder
+from gradpilot.worker_agent.statistics import energy_curve, gain, squared_norm
+from gradpilot.worker_agent.threads import OrderedThread
+from gradpilot.worker_agent.wire import Stamp, Timing, Wire, communication_thread
+
+PROBE_REPETITIONS = 3
+"""How often each size of a probe is timed."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """One synchronised backward pass.
+
+    ``sampled``: its buckets' gains and energy curves are measured. ``guarded``: it changes
+    residuals, so all its results must be finite for that to take effect.
+    """
+
+    number: int
+    plan: ActivePlan
+    sampled: bool
+    guarded: bool
+    last_ready: float = 0.0
+    open: int = 0
+    closed: bool = False
+    finite: bool = True
+    failure: BaseException | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class _Work:
+    """One bucket of one step on its way."""
+
+    step: _Step
+    slot: Slot
+    given: Given
+    buffer: Tensor
+    divide: bool
+    corrected: Tensor | None = None
+
+
+class Pipeline:
+    """The gradient path of one model on one rank.
+
+    Args:
+        group: DDP's own process group, for the native path.
+        wire: Driver of the threaded path, on a group of its own.
+        buckets: Identities of the model's buckets.
+        coordinator: Says which plan is in force.
+        recorder: Takes the stamps.
+        send_report: Takes finished window reports; must not block.
+        statistics_steps: Steps between two measurements of gains and energy curves.
+        divides: Whether DDP itself would divide a bucket, see ``division``.
+        device: Where the gradients are.
+        seed: Seed of every random choice, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        wire: Wire,
+        buckets: BucketTable,
+        coordinator: Coordinator,
+        recorder: WindowRecorder,
+        send_report: Callable[[Report], None],
+        divides: Callable[[GradBucket], bool],
+        device: torch.device,
+        seed: int,
+        statistics_steps: int = 20,
+    ) -> None:
+        self.residuals = ResidualStore()
+        self.step = 0
+        self.nonfinite_steps = 0
+        self.wire_bytes = 0
+        self.dense_bytes = 0
+        self._group = group
+        self._wire = wire
+        self._buckets = buckets
+        self._coordinator = coordinator
+        self._recorder = recorder
+        self._send_report = send_report
+        self._statistics_steps = statistics_steps
+        self._divides = divides
+        self._device = device
+        self._seed = seed
+        self._thread: OrderedThread | None = communication_thread(device)
+        self._current: _Step | None = None
+        self._wire_free = 0.0
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks N."""
+        return self._wire.world_size
+
+    def close(self) -> bool:
+        """Stop the communication thread; call when no step is under way.
+
+        From then on only a native plan can be carried out.
+
+        Returns:
+            Whether the thread ended; if not it is stuck in a collective.
+        """
+        thread, self._thread = self._thread, None
+        return thread is None or thread.stop()
+
+    # --- the path ------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take a bucket of local gradients and return the future of their mean.
+
+        The mean is written into the bucket's own buffer. Every rank calls this for the same buckets
+        in the same order.
+
+        Raises:
+            AgreementLostError: Whether the other ranks switched plans cannot be learned.
+        """
+        step = self._current or self._begin_step()
+        slot = self._buckets.identify(bucket)
+        self.residuals.place(slot)
+        step.last_ready = time.monotonic()
+        self._recorder.bucket_ready(slot.index, step.last_ready)
+        step.open += 1
+        step.closed = bucket.is_last()
+        given = step.plan.given(slot.key)
+        work = _Work(step, slot, given, bucket.buffer(), self._divides(bucket))
+        if work.buffer.is_sparse:
+            return self._sparse(work)
+        if step.plan.native and not self._wire.emulated:
+            return self._native(work)
+        return self._threaded(work)
+
+    def _native(self, work: _Work) -> Future[Tensor]:
+        timing = Timing()
+        start = time.monotonic()
+        rounds = self._prepare(work)
+        request = next(rounds)
+        assert isinstance(request, AllReduce)
+        size = request.payload.nbytes
+        handed_in = time.monotonic()
+        timing.compress_seconds = handed_in - start
+        pending = dist.all_reduce(request.payload, group=self._group, async_op=True)
+
+        def complete(arrived: Future[list[Tensor]]) -> Tensor:
+            reply = arrived.value()[0]  # raises what the collective raised
+            now = time.monotonic()
+            # Several buckets share the wire: count only what this one kept it busy.
+            begun = max(handed_in, self._wire_free)
+            self._wire_free = now
+            timing.stamps.append(Stamp("all_reduce", size, 0, max(now - begun, 0.0)))
+            estimate = _last(rounds, reply)
+            timing.decompress_seconds = time.monotonic() - now
+            self._finish(work, estimate, timing)
+            return work.buffer
+
+        future: Future[Tensor] = pending.get_future().then(complete)
+        return future
+
+    def _threaded(self, work: _Work) -> Future[Tensor]:
+        ready: torch.cuda.Event | None = None
+        devices: list[int | str | torch.device] | None = None
+        if self._device.type == "cuda":
+            devices = [self._device]
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        future: Future[Tensor] = Future(devices=devices)
+
+        def carry_out() -> None:
+            try:
+                if work.step.failure is not None:
+                    raise work.step.failure
+                if ready is not None:
+                    torch.cuda.current_stream().wait_event(ready)
+                start = time.monotonic()
+                rounds = self._prepare(work)
+                prepared = time.monotonic() - start
+                estimate, timing = self._wire.run(rounds, work.given.option, self._at(work))
+                timing.compress_seconds += prepared
+                self._finish(work, estimate, timing)
+            except BaseException as failure:
+                work.step.failure = failure
+                future.set_exception(failure)  # type: ignore[arg-type]
+            else:
+                future.set_result(work.buffer)
+
+        assert self._thread is not None
+        self._thread.submit(carry_out)
+        # DDP can only raise what a callback raised; a plain exception result it cannot read.
+        return future.then(lambda done: done.value())
+
+    def _sparse(self, work: _Work) -> Future[Tensor]:
+        """Send a sparse gradient as DDP itself would, uncompressed."""
+        pending = dist.all_reduce(
+            work.buffer.div_(self._wire.world_size), group=self._group, async_op=True
+        )
+
+        def complete(arrived: Future[list[Tensor]]) -> Tensor:
+            reply = arrived.value()[0]
+            self._close_bucket(work.step)
+            return reply
+
+        future: Future[Tensor] = pending.get_future().then(complete)
+        return future
+
+    # --- stages --------------------------------------------------------------------------------
+
+    def _prepare(self, work: _Work) -> Rounds:
+        """Add the residual and start the compressor."""
+        if work.given.feedback:
+            work.corrected = self.residuals.corrected(work.slot, work.buffer)
+            _poison_(work.corrected)
+            return work.given.compressor.rounds(work.corrected, self._at(work))
+        self.residuals.add_to_(work.slot, work.buffer)
+        if work.step.sampled:
+            work.corrected = work.buffer.clone()
+        return work.given.compressor.rounds(work.buffer, self._at(work))
+
+    def _finish(self, work: _Work, estimate: Estimate, timing: Timing) -> None:
+        """Write the mean back, keep what was not sent, note the stamps."""
+        slot, step = work.slot, work.step
+        if step.sampled and work.corrected is not None:
+            self._note_statistics(work, estimate)
+        start = time.monotonic()
+        if work.given.feedback:
+            assert work.corrected is not None
+            subtract_sent_(work.corrected, estimate.sent)
+            self.residuals.stage(slot, work.corrected)
+        elif slot in self.residuals:
+            self.residuals.stage(slot, None)
+        if step.guarded and not _is_finite(estimate.mean):
+            step.finite = False
+        if estimate.mean.data_ptr() != work.buffer.data_ptr():
+            work.buffer.copy_(estimate.mean)
+        timing.decompress_seconds += time.monotonic() - start
+        self._note_timing(work, timing)
+        self._close_bucket(step)
+
+    def _at(self, work: _Work) -> At:
+        return At(
+            rank=self._wire.rank,
+            world_size=self._wire.world_size,
+            step=work.step.number,
+            bucket=work.slot.key,
+            seed=self._seed,
+            shapes=work.slot.shapes,
+            divide=work.divide,
+            feedback=work.given.feedback,
+        )
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _begin_step(self) -> _Step:
+        probe = self._coordinator.begin_step(self.step)
+        if probe is not None:
+            self._run_probe(probe)
+        plan = self._coordinator.active
+        self._report(self._recorder.set_plan(plan.plan.key))
+        self._recorder.begin_step(self.step, time.monotonic())
+        self._current = _Step(
+            number=self.step,
+            plan=plan,
+            sampled=self.step % self._statistics_steps == 0,
+            guarded=plan.feedback or self.residuals.elements > 0,
+        )
+        return self._current
+
+    def _close_bucket(self, step: _Step) -> None:
+        """Count a finished bucket; the last one ends the step, before DDP can begin the next."""
+        with step.lock:
+            step.open -= 1
+            if step.open or not step.closed:
+                return
+        if step.finite:
+            self.residuals.commit()
+        else:
+            self.residuals.discard()
+            self.nonfinite_steps += 1
+        changed = self._buckets.end_step()
+        if changed:
+            self.residuals.keep_only(self._buckets.slots)
+        self._report(self._recorder.end_step(step.last_ready, time.monotonic()))
+        if changed:
+            assert self._buckets.layout is not None
+            self._report(self._recorder.set_layout(self._buckets.layout))
+        self.step += 1
+        self._current = None
+        self._coordinator.end_step(self.step, self._buckets, changed)
+
+    def _run_probe(self, probe: ProbeRequest) -> None:
+        """Time collectives of two sizes; all ranks are here at the same step."""
+        done = threading.Event()
+        samples: list[WireSample] = []
+
+        def run() -> None:
+            try:
+                number = 0
+                for size in (probe.small_bytes, probe.large_bytes):
+                    payload = torch.zeros(max(size // 4, 1), device=self._device)
+                    for _ in range(PROBE_REPETITIONS):
+                        seconds = self._wire.probe(payload, self.step)
+                        samples.append(
+                            WireSample(
+                                self.step, -1, number, "all_reduce", payload.nbytes, 0, seconds
+                            )
+                        )
+                        number += 1
+            finally:
+                done.set()
+
+        assert self._thread is not None
+        self._thread.submit(run)
+        done.wait()  # bounded by the timeout of the wire's group
+        for sample in samples:
+            self._recorder.sample(sample)
+
+    def _report(self, report: Report | None) -> None:
+        if report is not None:
+            self._send_report(report)
+
+    # --- notes ---------------------------------------------------------------------------------
+
+    def _note_timing(self, work: _Work, timing: Timing) -> None:
+        self.wire_bytes += timing.wire_bytes
+        self.dense_bytes += work.slot.bucket.dense_bytes
+        self._recorder.bucket_done(
+            work.slot.index,
+            timing.compress_seconds,
+            timing.decompress_seconds,
+            timing.wire_seconds,
+            timing.wire_bytes,
+        )
+        if self._recorder.sampling:
+            for number, stamp in enumerate(timing.stamps):
+                self._recorder.sample(
+                    WireSample(
+                        work.step.number,
+                        work.slot.index,
+                        number,
+                        stamp.collective,
+                        stamp.bytes,
+                        stamp.skip,
+                        stamp.seconds,
+                    )
+                )
+
+    def _note_statistics(self, work: _Work, estimate: Estimate) -> None:
+        assert work.corrected is not None
+        corrected_sq = squared_norm(work.corrected)
+        self._recorder.bucket_statistics(
+            work.slot.index,
+            gain(estimate.sent, corrected_sq),
+            corrected_sq,
+            self.residuals.squared_norm(work.slot),
+            energy_curve(work.corrected),
+        )
+
+
+def hook(state: Pipeline, bucket: GradBucket) -> Future[Tensor]:
+    """Hand a bucket to the pipeline; this is what DDP registers."""
+    return state.on_bucket(bucket)
+
+
+def _last(rounds: Rounds, reply: Tensor) -> Estimate:
+    """Send the reply to the only request of a single-round compressor."""
+    try:
+        rounds.send(reply)
+    except StopIteration as stop:
+        estimate: Estimate = stop.value
+        return estimate
+    raise AssertionError("a single-round compressor asked for a second collective")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite, mostly in one pass and without temporaries."""
+    if bool(torch.isfinite(tensor.sum(dtype=_wide(tensor.dtype)))):
+        return True
+    # The sum of finite values can overflow: look at each.
+    return bool(torch.isfinite(tensor).all())
+
+
+def _poison_(corrected: Tensor) -> None:
+    """Turn a gradient with a non-finite element into NaN everywhere.
+
+    Then whatever a compressor selects is non-finite, and so is the mean on every rank.
+    """
+    if not _is_finite(corrected):
+        corrected.fill_(float("nan"))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,59 @@
+"""What survives: the energy curve of a gradient and the gain of what was sent."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradpilot.protos.messages import ENERGY_RATIOS
+from gradpilot.worker_agent.compressors.base import Sparse
+
+SAMPLE_ELEMENTS = 1 << 16
+"""Elements that an energy curve looks at: a sort of so many takes about 3 ms on one core."""
+
+
+def energy_curve(gradient: Tensor) -> tuple[float, ...]:
+    """Return the share of ||gradient||^2 in its largest elements, at ``ENERGY_RATIOS``.
+
+    One sort gives the gain of top-k for all ratios at once, so no training step is spent on trying
+    them. Large buckets are sampled with an odd stride, which walks through all rows and columns of
+    a matrix of even width.
+
+    Args:
+        gradient: 1-D; not changed.
+
+    Returns:
+        Non-decreasing values in [0, 1]; empty if the gradient is zero or not finite.
+    """
+    stride = max(gradient.numel() // SAMPLE_ELEMENTS, 1) | 1
+    energy = gradient[::stride].float().square()
+    cumulative = energy.sort(descending=True).values.double().cumsum(0)
+    total = float(cumulative[-1])
+    if not (math.isfinite(total) and total > 0.0):
+        return ()
+    n = cumulative.numel()
+    # At least one element is always kept, as compressors do.
+    last = torch.tensor([max(int(ratio * n), 1) - 1 for ratio in ENERGY_RATIOS])
+    shares = (cumulative[last.to(cumulative.device)] / total).clamp_(0.0, 1.0)
+    return tuple(shares.tolist())
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """Return ||tensor||^2, added up in float64; not changed."""
+    # A float32 dot product of 10^7 elements is off by 1e-4; gains near 1 need better.
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
+def gain(sent: Tensor | Sparse | None, corrected_sq: float) -> float:
+    """Return ||sent||^2 / ||corrected||^2 (the squared form), 1 if all was sent.
+
+    Args:
+        sent: As in ``Estimate``.
+        corrected_sq: ||corrected||^2; with 0 there is nothing to lose and the gain is 1.
+    """
+    if sent is None or corrected_sq == 0.0:
+        return 1.0
+    values = sent.values if isinstance(sent, Sparse) else sent
+    return min(squared_norm(values) / corrected_sq, 1.0)

@@ -1,0 +1,372 @@
+"""Conformance suite for compressors, ours and those of plug-ins.
+
+A test file subclasses it, names the instances to try, and adds what is its algorithm's own:
+
+    class TestTopK(CompressorConformance):
+        compressors = (TopK(ratio=0.01), TopK(ratio=0.5))
+        dense = (TopK(ratio=1.0),)
+
+pytest collects the inherited tests; this module does not need it to be installed. Everything runs
+on virtual ranks in one process.
+
+Letters: N world size, n elements of the bucket.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradpilot.protos.messages import DENSE, Option
+from gradpilot.worker_agent.collectives.base import AllReduce
+from gradpilot.worker_agent.collectives.ring import (
+    min_skip_elements,
+    omitted_parts,
+    plan_ring,
+    settle_ring,
+)
+from gradpilot.worker_agent.compressors.base import (
+    COMPRESSORS,
+    At,
+    Compressor,
+    Estimate,
+    Rounds,
+    Sparse,
+    create,
+    option_of,
+    subtract_sent_,
+)
+from gradpilot.worker_agent.virtual import VirtualStep, run_lockstep, virtual_step
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+SIZES = (1, 7, 64, 4097)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A compressor under one of the collectives that can carry it."""
+
+    compressor: Compressor
+    option: Option
+
+
+def gradients(
+    n: int, world_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return a heavy-tailed gradient of n elements for every rank, of which half is common."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(n, generator=generator)
+    own = (torch.randn(n, generator=generator) for _ in range(world_size))
+    return [((common + o) ** 3).to(dtype) for o in own]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit, so that NaN equals NaN."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def sent_vector(sent: Tensor | Sparse | None, corrected: Tensor) -> Tensor:
+    """Return what was sent as a dense vector, float32 or better."""
+    precise = torch.promote_types(corrected.dtype, torch.float32)
+    if sent is None:
+        return corrected.to(precise)
+    if isinstance(sent, Sparse):
+        dense = torch.zeros_like(corrected, dtype=precise)
+        return dense.index_copy_(0, sent.indices, sent.values.to(precise))
+    return sent.to(precise)
+
+
+def relative_error(estimate: Tensor, truth: Tensor) -> float:
+    """Return ||estimate - truth|| / ||truth||, computed in float64."""
+    error = torch.linalg.vector_norm(estimate.double() - truth.double())
+    norm = torch.linalg.vector_norm(truth.double())
+    return float(error / norm) if float(norm) > 0.0 else float(error)
+
+
+def average(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the mean of equally long vectors in float64."""
+    return torch.stack([t.double() for t in tensors]).mean(0)
+
+
+class CompressorConformance:
+    """What every compressor must fulfil; subclass it as ``TestX``.
+
+    Attributes:
+        compressors: Instances to try.
+        dense: Instances that must give the dense mean.
+        tolerance: Relative error allowed to the mean in fp32: of ``dense`` to the dense mean, and
+            of every instance to the average over ranks of what was sent.
+        exact: Whether ``sent + residual == corrected`` holds bit for bit in fp32.
+    """
+
+    compressors: ClassVar[Sequence[Compressor]] = ()
+    dense: ClassVar[Sequence[Compressor]] = ()
+    tolerance: ClassVar[float] = 1e-6
+    exact: ClassVar[bool] = True
+
+    def shapes(self, n: int) -> tuple[torch.Size, ...]:
+        """Return shapes of parameters that fill a bucket of n elements; a vector by default."""
+        return (torch.Size([n]),)
+
+    def cases(self, compressors: Sequence[Compressor]) -> list[Case]:
+        """Return every compressor under every collective that can carry it."""
+        return [Case(c, option_of(c, how)) for c in compressors for how in c.collectives]
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Give the tests below their arguments."""
+        cases = self.cases(self.compressors)
+        for name, chosen in (
+            ("case", cases),
+            ("ring_case", [c for c in cases if c.option.collective == "ring"]),
+            ("dense_case", self.cases(self.dense)),
+        ):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, chosen, ids=[c.option.label for c in chosen])
+        if "world_size" in metafunc.fixturenames:
+            metafunc.parametrize("world_size", WORLD_SIZES)
+
+    def step(
+        self, case: Case, grads: Sequence[Tensor], *, option: Option | None = None, step: int = 5
+    ) -> VirtualStep:
+        """Return one virtual step of a case."""
+        return virtual_step(
+            option or case.option,
+            grads,
+            step=step,
+            bucket="b",
+            seed=3,
+            shapes=self.shapes(grads[0].numel()),
+            compressor=case.compressor,
+        )
+
+    # --- the declaration -----------------------------------------------------------------------
+
+    def test_an_option_names_it(self, case: Case) -> None:
+        """Registry, option and instance agree."""
+        assert COMPRESSORS.get(case.compressor.name) is type(case.compressor)
+        assert create(case.option) == case.compressor
+
+    def test_ladder_is_usable(self) -> None:
+        """The ladder consists of distinct members of this class with plausible declarations."""
+        for kind in {type(c) for c in self.compressors}:
+            ladder = kind.ladder()
+            assert ladder, f"{kind.name}: the ladder is empty"
+            assert len(set(ladder)) == len(ladder), f"{kind.name}: the ladder repeats a member"
+            for member in ladder:
+                assert type(member) is kind
+                assert 0.0 < member.ratio <= 1.0
+                assert [s.name for s in member.settings] == sorted(s.name for s in member.settings)
+            assert kind.gain_model in ("energy", "ratio", "constant")
+            assert 0.0 <= kind.efficiency_exponent <= 1.0
+
+    # --- the wire ------------------------------------------------------------------------------
+
+    def test_wire_formula_is_what_is_handed_in(self, case: Case, world_size: int) -> None:
+        """``wire`` equals the requests that were made, in kind, bytes and skippability."""
+        for n in SIZES:
+            made = self.step(case, gradients(n, world_size)).wire
+            stated = case.compressor.wire(n, self.shapes(n))
+            assert made == tuple(stated), f"n={n}: made {made}, stated {stated}"
+            if case.compressor.single_round:
+                assert [r.collective for r in made] == ["all_reduce"]
+
+    # --- the result ----------------------------------------------------------------------------
+
+    def test_all_ranks_get_the_same_bits(self, case: Case, world_size: int) -> None:
+        """Means are bit-identical over ranks."""
+        for n in SIZES:
+            means = [e.mean for e in self.step(case, gradients(n, world_size)).estimates]
+            assert all(same_bits(m, means[0]) for m in means), f"n={n}: means differ over ranks"
+
+    def test_mean_has_the_form_of_the_gradient(self, case: Case) -> None:
+        """Same numel and dtype, contiguous, finite."""
+        for dtype in DTYPES:
+            for n in SIZES:
+                mean = self.step(case, gradients(n, 3, dtype=dtype)).mean
+                assert (mean.dtype, mean.shape) == (dtype, (n,)), f"{dtype}, n={n}: got {mean}"
+                assert mean.is_contiguous(), f"{dtype}, n={n}: not contiguous"
+                assert bool(mean.isfinite().all()), f"{dtype}, n={n}: not finite"
+
+    def test_zero_gradient(self, case: Case) -> None:
+        """Nothing comes of nothing."""
+        step = self.step(case, [torch.zeros(64) for _ in range(3)])
+        assert not step.mean.any()
+        assert not any(bool(r.any()) for r in step.residuals)
+
+    def test_gives_the_dense_mean(self, dense_case: Case, world_size: int) -> None:
+        """An instance that keeps all gives the mean and leaves (next to) nothing behind."""
+        for n in SIZES:
+            grads = gradients(n, world_size)
+            step = self.step(dense_case, grads)
+            error = relative_error(step.mean, average(grads))
+            assert error <= self.tolerance, f"n={n}: relative error {error}"
+            for grad, residual in zip(grads, step.residuals, strict=True):
+                left = relative_error(grad - residual, grad)
+                assert left <= self.tolerance, f"n={n}: left behind {left}"
+
+    def test_mean_is_the_average_of_what_was_sent(self, case: Case, world_size: int) -> None:
+        """What ranks count as sent is what arrived: nothing lost, nothing twice."""
+        for n in SIZES:
+            grads = gradients(n, world_size)
+            step = self.step(case, grads)
+            sent = average(
+                [sent_vector(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
+            )
+            error = relative_error(step.mean, sent)
+            assert error <= self.tolerance, f"n={n}: relative error {error}"
+
+    def test_same_place_same_bits(self, case: Case) -> None:
+        """Step, bucket, seed and rank determine everything."""
+        grads = gradients(4097, 4)
+        first, second = self.step(case, grads), self.step(case, grads)
+        assert same_bits(first.mean, second.mean)
+        assert all(map(same_bits, first.residuals, second.residuals))
+
+    # --- error feedback ------------------------------------------------------------------------
+
+    def test_sent_plus_residual_is_corrected(self, case: Case, world_size: int) -> None:
+        """The identity of error feedback, bit for bit where it is declared."""
+        for n in SIZES:
+            grads = gradients(n, world_size)
+            for grad, estimate in zip(grads, self.step(case, grads).estimates, strict=True):
+                if isinstance(estimate.sent, Sparse):
+                    indices = estimate.sent.indices
+                    assert indices.dtype == torch.int64
+                    assert len(set(indices.tolist())) == indices.numel(), "indices repeat"
+                residual = subtract_sent_(grad.clone(), estimate.sent)
+                restored = residual + sent_vector(estimate.sent, grad)
+                if self.exact:
+                    assert torch.equal(restored, grad), f"n={n}: not bit-exact"
+                else:
+                    assert relative_error(restored, grad) <= 1e-6, f"n={n}: not restored"
+
+    def test_gradient_stays_unless_feedback_is_off(self, case: Case) -> None:
+        """With feedback the gradient is not touched; without, the mean is the same."""
+        grads = gradients(4097, 4)
+        work = [g.clone() for g in grads]
+        kept = self._run(case, work, feedback=True)
+        assert all(map(torch.equal, grads, work)), "the gradient was changed"
+        given = self._run(case, work, feedback=False)
+        assert all(same_bits(a.mean, b.mean) for a, b in zip(kept, given, strict=True))
+
+    def test_nothing_is_lost_through_switches(self) -> None:
+        """Over 50 steps of changing options: N means + residuals == gradients, added up."""
+        world_size, n = 3, 257
+        choices = [*self.cases(self.compressors), Case(create(DENSE), DENSE)]
+        generator = random.Random(0)
+        residuals = [torch.zeros(n) for _ in range(world_size)]
+        given, arrived = torch.zeros(n).double(), torch.zeros(n).double()
+        for number in range(50):
+            case = generator.choice(choices)
+            grads = gradients(n, world_size, seed=number)
+            step = virtual_step(
+                case.option,
+                grads,
+                residuals,
+                step=number,
+                shapes=self.shapes(n),
+                compressor=case.compressor,
+            )
+            residuals = step.residuals
+            given += average(grads)
+            arrived += step.mean.double()
+        error = relative_error(arrived + average(residuals), given)
+        assert error <= max(1e-5, self.tolerance), f"relative error {error}"
+
+    # --- non-finite gradients ------------------------------------------------------------------
+
+    def test_nonfinite_on_one_rank_is_seen_by_all(self, case: Case, world_size: int) -> None:
+        """One bad element anywhere: a non-finite mean everywhere, residuals as before."""
+        for n in (*SIZES, min_skip_elements(world_size)):
+            for odd in {0, world_size // 2, world_size - 1}:
+                for bad in (torch.nan, torch.inf):
+                    grads = gradients(n, world_size)
+                    grads[odd][n // 2] = bad
+                    option = self._skipping(case, world_size, world_size - 1)
+                    step = self.step(case, grads, option=option)
+                    for rank, estimate in enumerate(step.estimates):
+                        finite = bool(estimate.mean.isfinite().all())
+                        assert not finite, f"n={n}: rank {rank} misses {bad} of rank {odd}"
+                    assert not any(bool(r.any()) for r in step.residuals)
+
+    # --- skipped ring steps --------------------------------------------------------------------
+
+    def test_skipping_equals_masking(self, ring_case: Case, world_size: int) -> None:
+        """A ring that skips gives what an all-reduce of masked payloads gives."""
+        grads = gradients(4097, world_size)
+        for skip in range(1, world_size):
+            for divisor in ("skip", "drop"):
+                option = self._skipping(ring_case, world_size, skip, divisor)
+                step = self.step(ring_case, grads, option=option)
+                ats = self._ats(world_size, 4097, feedback=True)
+                masked = run_lockstep(
+                    [
+                        _masked(ring_case.compressor.rounds(g, at), at, option)
+                        for g, at in zip(grads, ats, strict=True)
+                    ],
+                    ats,
+                )
+                error = relative_error(step.mean, masked[0].mean)
+                assert error <= 4 * self.tolerance, f"skip={skip} {divisor}: error {error}"
+                assert all(same_bits(e.mean, step.mean) for e in step.estimates)
+
+    def test_skip_feedback_keeps_what_was_omitted(self, ring_case: Case, world_size: int) -> None:
+        """With ``skip_feedback`` the mean is still the average of what counts as sent."""
+        grads = gradients(4097, world_size)
+        for skip in range(1, world_size):
+            option = self._skipping(ring_case, world_size, skip, feedback=True)
+            step = self.step(ring_case, grads, option=option)
+            sent = average([g - r for g, r in zip(grads, step.residuals, strict=True)])
+            error = relative_error(step.mean, sent)
+            assert error <= max(4 * self.tolerance, 1e-5), f"skip={skip}: error {error}"
+
+    # --- helpers -------------------------------------------------------------------------------
+
+    def _skipping(
+        self,
+        case: Case,
+        world_size: int,
+        skip: int,
+        divisor: str = "skip",
+        feedback: bool = False,
+    ) -> Option:
+        """Return the option of a case with skipped steps, where its collective can skip."""
+        if case.option.collective != "ring":
+            return case.option
+        return option_of(
+            case.compressor, "ring", skip=skip, divisor=divisor, skip_feedback=feedback
+        )
+
+    def _ats(self, world_size: int, n: int, feedback: bool) -> list[At]:
+        shapes = self.shapes(n)
+        return [At(r, world_size, 5, "b", 3, shapes, feedback=feedback) for r in range(world_size)]
+
+    def _run(self, case: Case, grads: Sequence[Tensor], feedback: bool) -> list[Estimate]:
+        ats = self._ats(len(grads), grads[0].numel(), feedback)
+        rounds = [case.compressor.rounds(g, at) for g, at in zip(grads, ats, strict=True)]
+        return run_lockstep(rounds, ats, case.option)
+
+
+def _masked(rounds: Rounds, at: At, option: Option) -> Rounds:
+    """Pass requests on, all-reduces with zeros where the option would omit a slice."""
+    try:
+        request = next(rounds)
+        while True:
+            if isinstance(request, AllReduce):
+                schedule = plan_ring(option, at, request)
+                for part in omitted_parts(schedule, request.payload.numel()):
+                    request.payload[part].zero_()
+                request.payload = yield request
+                reply = settle_ring(option, schedule, request)
+            else:
+                reply = yield request
+            request = rounds.send(reply)
+    except StopIteration as stop:
+        estimate: Estimate = stop.value
+        return estimate

@@ -1,0 +1,229 @@
+"""Lockstep driver: N virtual ranks of a compressor in one process, without I/O.
+
+Runs the same rounds as the driver over a process group and adds in the same order (a schedule slice
+by slice and step by step; the backend's own all-reduce in rank order, in the payload's dtype), so
+rounding, overflow and bytes are those of the real thing. For tests, the simulator and N to 1024.
+
+Letters: N world size, n elements of the bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradpilot.errors import ProtocolError
+from gradpilot.protos.messages import DENSE, Option, WireRound
+from gradpilot.worker_agent.collectives.base import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Schedule,
+)
+from gradpilot.worker_agent.collectives.ring import plan_ring, settle_ring
+from gradpilot.worker_agent.compressors.base import (
+    At,
+    Compressor,
+    Estimate,
+    Rounds,
+    create,
+    subtract_sent_,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualStep:
+    """One step of one bucket on N virtual ranks; lists are by rank.
+
+    Attributes:
+        estimates: What the compressor ended with.
+        residuals: New residuals, n elements each; the old ones if the mean is not finite.
+        wire: Payload that one rank handed in, by round.
+    """
+
+    estimates: list[Estimate]
+    residuals: list[Tensor]
+    wire: tuple[WireRound, ...]
+
+    @property
+    def mean(self) -> Tensor:
+        """Return the estimated mean, which is the same on all ranks."""
+        return self.estimates[0].mean
+
+
+def run_lockstep(
+    rounds: Sequence[Rounds],
+    ats: Sequence[At],
+    option: Option = DENSE,
+    *,
+    log: list[WireRound] | None = None,
+) -> list[Estimate]:
+    """Drive the rounds of all ranks to their end and return their estimates, by rank.
+
+    Args:
+        rounds: Rounds of every rank; they are consumed.
+        ats: Where each takes place.
+        option: Who carries an all-reduce, and what it skips; the same for all ranks.
+        log: Receives every request as one rank handed it in.
+
+    Raises:
+        ProtocolError: A rank asks for something else than the others.
+    """
+    replies: Iterable[Tensor | None] = [None] * len(rounds)
+    for number in itertools.count():
+        answers = [_advance(r, reply) for r, reply in zip(rounds, replies, strict=True)]
+        _check_alike(answers, number)
+        estimates = [a for a in answers if isinstance(a, Estimate)]
+        if estimates:
+            return estimates
+        requests = [a for a in answers if not isinstance(a, Estimate)]
+        if log is not None:
+            first = requests[0]
+            skippable = getattr(first, "skippable", True)
+            log.append(WireRound(first.kind, first.payload.nbytes, skippable))
+        replies = _carry_out(requests, ats, option)
+    raise AssertionError("unreachable")
+
+
+def virtual_step(
+    option: Option,
+    grads: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None = None,
+    *,
+    step: int = 0,
+    bucket: str = "",
+    seed: int = 0,
+    shapes: tuple[torch.Size, ...] = (),
+    compressor: Compressor | None = None,
+) -> VirtualStep:
+    """Do on N virtual ranks what the hook does with one bucket, error feedback included.
+
+    Args:
+        option: Option of the bucket.
+        grads: Gradient of every rank, 1-D, n elements; not changed.
+        residuals: Residual of every rank; None for the first step.
+        step: See ``At``.
+        bucket: See ``At``.
+        seed: See ``At``.
+        shapes: See ``At``.
+        compressor: Used instead of the one that ``option`` names.
+
+    Raises:
+        ConfigError: The option cannot be used.
+        ProtocolError: Ranks ask for different things.
+    """
+    compressor = compressor or create(option)
+    before = residuals if residuals is not None else [torch.zeros_like(g) for g in grads]
+    corrected = [g + r for g, r in zip(grads, before, strict=True)]
+    for c in corrected:
+        if not bool(c.isfinite().all()):
+            c.fill_(torch.nan)
+    ats = [At(rank, len(grads), step, bucket, seed, shapes) for rank in range(len(grads))]
+    log: list[WireRound] = []
+    rounds = [compressor.rounds(c, at) for c, at in zip(corrected, ats, strict=True)]
+    estimates = run_lockstep(rounds, ats, option, log=log)
+    if bool(estimates[0].mean.isfinite().all()):
+        after = [subtract_sent_(c, e.sent) for c, e in zip(corrected, estimates, strict=True)]
+    else:
+        after = list(before)
+    return VirtualStep(estimates, after, tuple(log))
+
+
+def _advance(rounds: Rounds, reply: Tensor | None) -> Collective | Estimate:
+    try:
+        return next(rounds) if reply is None else rounds.send(reply)
+    except StopIteration as stop:
+        estimate: Estimate = stop.value
+        return estimate
+
+
+def _description(answer: Collective | Estimate) -> str:
+    """Return in words what must be the same on all ranks."""
+    if isinstance(answer, Estimate):
+        return "the end"
+    words = f"{answer.kind} of {answer.payload.numel()} {answer.payload.dtype}"
+    if isinstance(answer, Broadcast):
+        words += f" from rank {answer.source}"
+    if isinstance(answer, AllReduce) and not answer.skippable:
+        words += " (not skippable)"
+    return words
+
+
+def _check_alike(answers: Sequence[Collective | Estimate], number: int) -> None:
+    descriptions = [_description(a) for a in answers]
+    usual, _ = Counter(descriptions).most_common(1)[0]
+    odd = [f"rank {r} asks for {d}" for r, d in enumerate(descriptions) if d != usual]
+    if odd:
+        raise ProtocolError(
+            f"round {number}: most ranks ask for {usual}, but {'; '.join(odd[:4])};"
+            " all ranks need the same option, bucket and step"
+        )
+
+
+def _carry_out(
+    requests: Sequence[Collective], ats: Sequence[At], option: Option
+) -> Iterable[Tensor]:
+    """Return the reply of every rank."""
+    payloads = [request.payload for request in requests]
+    first = requests[0]
+    if isinstance(first, AllGather):
+        gathered = torch.stack(payloads)
+        # Copied when taken: N x N payloads need not exist at once.
+        return (gathered.clone() for _ in requests)
+    if isinstance(first, Broadcast):
+        source = payloads[first.source].clone()
+        return [payload.copy_(source) for payload in payloads]
+    if option.collective in ("native", "allgather"):
+        total = payloads[0].clone()
+        for payload in payloads[1:]:
+            total.add_(payload)
+        return [payload.copy_(total) for payload in payloads]
+    reduces = [request for request in requests if isinstance(request, AllReduce)]
+    schedules = [plan_ring(option, at, r) for at, r in zip(ats, reduces, strict=True)]
+    run_schedules(payloads, schedules)
+    return [settle_ring(option, s, r) for s, r in zip(schedules, reduces, strict=True)]
+
+
+def run_schedules(payloads: Sequence[Tensor], schedules: Sequence[Schedule]) -> None:
+    """Carry out the schedules of all ranks on their payloads, in place.
+
+    All ranks do a step at once, as one indexed addition over a ``(N, slices, length)`` tensor; the
+    order of additions to an element is that of the schedule.
+
+    Args:
+        payloads: Payload of every rank, same numel and dtype.
+        schedules: Schedule of every rank.
+
+    Raises:
+        ProtocolError: A rank expects a slice that its source does not send then.
+    """
+    n, slices = payloads[0].numel(), schedules[0].slices
+    length = -(-n // slices)  # as ``slice_bounds`` cuts; padding stays zero
+    held = payloads[0].new_zeros(len(payloads), slices * length)
+    for rank, payload in enumerate(payloads):
+        held[rank, :n] = payload
+    held = held.view(len(payloads), slices, length)
+    ranks = torch.arange(len(payloads))
+    for steps in zip(*(schedule.steps for schedule in schedules), strict=True):
+        for rank, step in enumerate(steps):
+            peer = steps[step.source]
+            if (peer.to, peer.send) != (rank, step.receive) or step.accumulate != peer.accumulate:
+                raise ProtocolError(
+                    f"rank {rank} expects slice {step.receive} from rank {step.source},"
+                    f" which sends slice {peer.send} to rank {peer.to}"
+                )
+        sources = torch.tensor([step.source for step in steps])
+        incoming = held[sources, torch.tensor([steps[step.source].send for step in steps])]
+        targets = torch.tensor([step.receive for step in steps])
+        if steps[0].accumulate:
+            incoming += held[ranks, targets]
+        held[ranks, targets] = incoming
+    held = held.view(len(payloads), -1)
+    for rank, payload in enumerate(payloads):
+        payload.copy_(held[rank, :n])
