@@ -28,7 +28,6 @@ ALL_SERVICES = ""
 """Service name under which grpc.health.v1 answers for the whole server."""
 
 _BOTH_SIDES: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -37,6 +36,7 @@ _BOTH_SIDES: tuple[tuple[str, int], ...] = (
 )
 
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     *_BOTH_SIDES,
     ("grpc.initial_reconnect_backoff_ms", INITIAL_RECONNECT_MS),
     ("grpc.min_reconnect_backoff_ms", INITIAL_RECONNECT_MS),
@@ -47,6 +47,9 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 """Options of every channel to a controller."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    # grpc ends a stream without telling the server why. So the server takes in more than it
+    # accepts: enough to count what is a little too large and to explain the refusal.
+    ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     *_BOTH_SIDES,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ("grpc.http2.max_ping_strikes", 2),

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -220,7 +221,7 @@ def attach(
     policy: str | None = None,
     seed: int | None = None,
     start: Option = DENSE,
-    wire: type[Wire] = Wire,
+    wire: Callable[[dist.ProcessGroup], Wire] = Wire,
     **settings: Any,
 ) -> Handle:
     """Put a DDP model under control. Two lines of code: this, after wrapping the model.
@@ -239,7 +240,7 @@ def attach(
         policy: Policy of an embedded controller; None for ``GRADPILOT_POLICY`` or its default.
         seed: Seed of every random choice.
         start: Option of all buckets until the first plan.
-        wire: Driver class; another one emulates a link.
+        wire: Makes the driver; another one emulates a link.
         **settings: Other fields of ``AgentConfig``.
 
     Returns:
@@ -290,6 +291,7 @@ def attach(
             check,
         )
     driver = wire(data)
+    backend = dist.get_backend(group)  # not asked again: the group may be gone at the end
     if address:
 
         def make_hello() -> Any:
@@ -299,7 +301,7 @@ def attach(
                 model=config.model,
                 rank=rank,
                 world_size=world_size,
-                backend=dist.get_backend(group),
+                backend=backend,
                 device=device.type,
                 emulated=driver.emulated,
                 step=pipeline.step,

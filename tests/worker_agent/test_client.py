@@ -731,17 +731,21 @@ def test_a_process_ends_whatever_the_controller_does(
 
 def test_a_forked_child_does_nothing_and_the_parent_goes_on(controller: FakeController) -> None:
     code = """
-while not client.connected:
+import signal
+while not client.connected or client._reports:
     time.sleep(0.01)
 for leave in (lambda: os._exit(0), lambda: sys.exit(0)) * 3:
-    child = os.fork()
-    if not child:
-        for number in range(1000):
-            client.send_report(report)
-            client.set_catalog(None)
-        client.close()
-        client.start()
-        leave()
+    with client._wake:  # as if another thread held it in the moment of the fork
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            for number in range(1000):
+                client.send_report(report)
+                client.set_catalog(None)
+            client.close()
+            client.start()
+            assert not client._reports
+            leave()
     assert os.waitpid(child, 0)[1] == 0
     client.send_report(report)
 client.close()

@@ -273,6 +273,21 @@ def test_what_a_long_window_keeps_a_shorter_one_within_it_keeps_too(
     assert [s for s in stream if s in set(long)] == long
 
 
+def test_windows_of_two_ranks_that_are_a_little_apart_keep_mostly_the_same_samples() -> None:
+    def window(first: int) -> list[WireSample]:
+        return [
+            WireSample(step, bucket, number, "all_reduce", 8, 0, 0.1)
+            for step in range(first, first + 20)
+            for bucket in range(10)
+            for number in range(4)
+        ]
+
+    mine, theirs = (set(_choose(window(first), MAX_SAMPLES)) for first in (1000, 1002))
+    assert len(mine & theirs) >= 0.8 * MAX_SAMPLES  # nine tenths of the windows overlap
+    assert len({s.step for s in mine}) > 15
+    assert len({s.bucket for s in mine}) == 10
+
+
 def test_probes_are_reported_whenever_they_came() -> None:
     job = Job()
     job.steps(5)
