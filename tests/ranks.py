@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import time
@@ -78,7 +79,7 @@ def _collect(
         if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
             raise AssertionError(f"rank {rank} gave no result within {timeout:.0f} s")
         try:
-            ok, value = pipe.recv()
+            ok, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
             process.join(5)
             ok, value = False, f"process ended with {process.exitcode}"
@@ -118,11 +119,12 @@ def _main(
     try:
         value = target(rank, *arguments)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)
     close_all()
     leave_process_group()
-    pipe.send((True, value))
+    # Plain pickling copies tensors; the connection's own would share them with a process that ends.
+    pipe.send_bytes(pickle.dumps((True, value)))
 
 
 def free_port() -> int:

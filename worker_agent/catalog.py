@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from gradpilot.protos.messages import (
     Family,
     LadderPoint,
     Setting,
+    WireRound,
 )
 from gradpilot.worker_agent.buckets import Slot
 from gradpilot.worker_agent.collectives.base import AllGather
+from gradpilot.worker_agent.collectives.ring import min_skip_elements
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, subtract_sent_
 
 CALIBRATION_ELEMENTS = (1 << 14, 1 << 19)
@@ -36,10 +39,7 @@ def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
             ladder=tuple(
                 LadderPoint(
                     member.ratio,
-                    tuple(
-                        BucketRounds(member.wire(slot.bucket.elements, slot.shapes))
-                        for slot in slots
-                    ),
+                    tuple(BucketRounds(_rounds(member, slot, world_size)) for slot in slots),
                 )
                 for member in members
             ),
@@ -71,6 +71,16 @@ def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...
                 best = min(_dry_run(member, grad, world_size) for _ in range(2))
                 samples.append(ComputeSample(member.name, settings, member.ratio, elements, *best))
     return tuple(samples)
+
+
+def _rounds(member: Compressor, slot: Slot, world_size: int) -> tuple[WireRound, ...]:
+    """Return a bucket's rounds as they would be carried: small payloads are never skipped."""
+    # Payloads of 16 bits have up to twice as many elements; near the floor nothing is at stake.
+    floor = 4 * min_skip_elements(world_size)
+    return tuple(
+        replace(wire_round, skippable=False) if wire_round.bytes < floor else wire_round
+        for wire_round in member.wire(slot.bucket.elements, slot.shapes)
+    )
 
 
 def _grouped() -> list[tuple[tuple[Setting, ...], list[Compressor]]]:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import gradpilot
-from gradpilot.worker_agent.config import AgentConfig, parse_option
+from gradpilot.protos.option_text import parse_option
+from gradpilot.worker_agent.config import AgentConfig
 
 log = logging.getLogger("gradpilot.agent")
 

@@ -9,11 +9,9 @@ import sys
 import pytest
 
 from gradpilot.errors import ConfigError
-from gradpilot.protos.messages import Option, Setting
 from gradpilot.worker_agent import config as module
 from gradpilot.worker_agent.config import (
     AgentConfig,
-    parse_option,
     set_up_logging,
     variables,
     warn_of_unknown,
@@ -129,27 +127,6 @@ def test_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_known_environment_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_unknown(dict.fromkeys(variables(), ""))
     assert not caplog.records
-
-
-def test_an_option_is_read_from_words() -> None:
-    assert parse_option("topk ratio=0.01, collective=allgather  selection=star,b=2") == Option(
-        "topk",
-        0.01,
-        "allgather",
-        settings=(Setting("b", "2"), Setting("selection", "star")),
-    )
-    assert parse_option("none collective=ring skip=2 skip_feedback=true") == Option(
-        collective="ring", skip=2, skip_feedback=True
-    )
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", ",", "ratio=0.1", "topk 0.1", "topk ratio=x", "topk ratio=2", "topk skip_feedback=yes"],
-)
-def test_an_option_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_option(text)
 
 
 def test_an_option_is_checked_when_it_is_configured_and_needs_the_policy_fixed() -> None:

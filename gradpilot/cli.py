@@ -1,0 +1,258 @@
+"""The command line: ``gradpilot COMMAND``. Exit code 0: done, 1: failed, 2: wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import gradpilot
+from gradpilot.errors import ConfigError, GradpilotError
+
+if TYPE_CHECKING:
+    from gradpilot.operate import OperatorClient
+    from gradpilot.protos.messages import Candidate, Decision, RunRef, RunSummary
+
+DEFAULT_ADDRESS = "127.0.0.1:47800"
+
+# Commands that are programs of their own: their arguments are parsed where they are used, and a
+# missing extra only matters to them.
+_PROGRAMS: dict[str, tuple[str, str, str]] = {
+    "controller": ("gradpilot.controller.server", "controller", "run the controller"),
+    "demo": ("gradpilot.demo.run", "demo", "train on this machine over an emulated link"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in _PROGRAMS:
+        return _run_program(*_PROGRAMS[arguments[0]][:2], arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    try:
+        result: int = parsed.command(parsed)
+    except GradpilotError as error:
+        print(f"gradpilot: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has enough
+        sys.stderr.close()
+        return 0
+    return result
+
+
+def _run_program(module: str, extra: str, arguments: list[str]) -> int:
+    try:
+        program: Callable[[list[str]], int] = importlib.import_module(module).main
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "gradpilot":
+            raise
+        print(
+            f"gradpilot: {error.name} is missing; pip install 'gradpilot[{extra}]'", file=sys.stderr
+        )
+        return 1
+    return program(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradpilot", description=gradpilot.__doc__.split("\n")[0])
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (_, _, text) in _PROGRAMS.items():
+        commands.add_parser(name, help=text, add_help=False)
+
+    operator = argparse.ArgumentParser(add_help=False)
+    operator.add_argument(
+        "--address",
+        default=os.environ.get("GRADPILOT_CONTROLLER") or DEFAULT_ADDRESS,
+        help="host:port of the controller (GRADPILOT_CONTROLLER, else %(default)s)",
+    )
+    operator.add_argument("--output", choices=("text", "json"), default="text")
+    one_run = argparse.ArgumentParser(add_help=False, parents=[operator])
+    one_run.add_argument("run", help="run id")
+    one_run.add_argument("--model", default="", help="model; not needed if the run has one")
+
+    def add(
+        name: str, command: Callable[[argparse.Namespace], int], text: str, parent: object
+    ) -> argparse.ArgumentParser:
+        parents = [parent] if isinstance(parent, argparse.ArgumentParser) else []
+        sub = commands.add_parser(name, help=text, description=text, parents=parents)
+        sub.set_defaults(command=command)
+        return sub
+
+    add("runs", _runs, "list runs", operator)
+    add("run", _run, "show one run with its plan and newest decision", one_run)
+    explain = add("explain", _explain, "say why a plan was chosen", one_run)
+    explain.add_argument("--decision", type=int, default=-1, help="its id; the newest if not given")
+    add("watch", _watch, "print decisions as they are taken", one_run)
+    pin = add("pin", _pin, "give all buckets one option", one_run)
+    pin.add_argument("option", nargs="+", help="such as: bf16, or: topk ratio=0.01 ...")
+    add("unpin", _order, "let the policy choose again", one_run).set_defaults(order="unpin")
+    add("freeze", _order, "keep the present plan", one_run).set_defaults(order="freeze")
+    add("resume", _order, "take decisions again", one_run).set_defaults(order="resume")
+    policies = add("policies", _policies, "list policies", None)
+    policies.add_argument("--output", choices=("text", "json"), default="text")
+    add("version", _version, "print the version", None)
+    return parser
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        runs = client.runs()
+    if arguments.output == "json":
+        _print_json(runs)
+        return 0
+    row = "{:24} {:10} {:9} {:>7} {:>8} {:>9}  {}"
+    print(row.format("RUN", "MODEL", "STATE", "RANKS", "STEP", "STEP TIME", "PLAN"))
+    for run in runs:
+        print(row.format(*_summary_cells(run)))
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        detail = client.run(_ref(arguments))
+    if arguments.output == "json":
+        _print_json(detail)
+        return 0
+    names = ("run", "model", "state", "ranks", "step", "step time", "plan")
+    for name, cell in zip(names, _summary_cells(detail.summary), strict=True):
+        print(f"{name + ':':12}{cell}")
+    if detail.summary.pinned or detail.summary.frozen:
+        print(f"{'held:':12}{detail.summary.pinned or 'frozen'}")
+    if detail.layout is not None:
+        elements = detail.layout.elements
+        print(f"{'layout:':12}{len(detail.layout.buckets)} buckets, {elements:,} elements")
+    if detail.decision is not None:
+        _print_decision(detail.decision)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        decision = client.explain(_ref(arguments))
+    if arguments.output == "json":
+        _print_json(decision)
+    else:
+        _print_decision(decision, front=True)
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        for decision in client.watch(_ref(arguments)):
+            if arguments.output == "json":
+                _print_json(decision)
+            else:
+                _print_decision(decision)
+            sys.stdout.flush()
+    return 0
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    from gradpilot.protos.option_text import parse_option
+
+    option = parse_option(" ".join(arguments.option))
+    with _client(arguments) as client:
+        print(client.pin(arguments.run, arguments.model, option).detail)
+    return 0
+
+
+def _order(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        print(getattr(client, arguments.order)(_ref(arguments)).detail)
+    return 0
+
+
+def _policies(arguments: argparse.Namespace) -> int:
+    import inspect
+    import json
+
+    from gradpilot.policies.base import POLICIES
+
+    texts = {
+        name: (inspect.getdoc(POLICIES.get(name)) or "").split("\n")[0] for name in POLICIES.names()
+    }
+    if arguments.output == "json":
+        print(json.dumps([{"name": name, "summary": text} for name, text in texts.items()]))
+        return 0
+    for name, text in texts.items():
+        print(f"{name:12} {text}")
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(f"gradpilot {gradpilot.__version__}")
+    return 0
+
+
+# --- output ------------------------------------------------------------------------------------
+
+
+def _client(arguments: argparse.Namespace) -> OperatorClient:
+    from gradpilot.operate import OperatorClient
+
+    return OperatorClient(arguments.address)
+
+
+def _ref(arguments: argparse.Namespace) -> RunRef:
+    from gradpilot.protos.messages import RunRef
+
+    return RunRef(arguments.run, arguments.model, getattr(arguments, "decision", -1))
+
+
+def _summary_cells(run: RunSummary) -> tuple[str, ...]:
+    plan = run.plan_label + (" (pinned)" if run.pinned else " (frozen)" if run.frozen else "")
+    return (
+        run.run,
+        run.model,
+        run.state,
+        f"{run.ranks}/{run.world_size}",
+        str(run.step),
+        f"{1e3 * run.step_seconds:.1f} ms",
+        plan,
+    )
+
+
+def _print_decision(decision: Decision, *, front: bool = False) -> None:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(decision.created))
+    print(
+        f"decision {decision.id} of term {decision.term} at step {decision.step}, {when} UTC:"
+        f" {decision.outcome} ({decision.policy})"
+    )
+    print(f"  {decision.reason}")
+    if front and decision.front:
+        print("  front (* chosen):")
+        row = "  {:1} {:34} {:>10} {:>10} {:>10} {:>6} {:>10}"
+        print(row.format("", "OPTION", "STEP", "COMPRESS", "SYNC", "GAIN", "EFFICIENCY"))
+        for candidate in sorted(decision.front, key=lambda c: c.step_seconds / c.efficiency):
+            chosen = decision.chosen is not None and candidate.options == decision.chosen.options
+            print(row.format("*" if chosen else "", *_candidate_cells(candidate)))
+
+
+def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+    labels = list(dict.fromkeys(option.label for option in candidate.options))
+    return (
+        " | ".join(labels),
+        f"{1e3 * candidate.step_seconds:.1f} ms",
+        f"{1e3 * candidate.compression_seconds:.2f} ms",
+        f"{1e3 * candidate.synchronisation_seconds:.2f} ms",
+        f"{candidate.gain:.3f}",
+        f"{candidate.efficiency:.3f}",
+    )
+
+
+def _print_json(value: object) -> None:
+    from gradpilot.protos.jsoncodec import to_json
+
+    if isinstance(value, tuple):
+        print("[" + ", ".join(to_json(item) for item in value) + "]")
+    else:
+        print(to_json(value))
