@@ -115,6 +115,8 @@ class Inputs:
         steps_since_switch: Steps under ``current``.
         link: Estimate of the previous decision; None at the first.
         backend: Backend of the gradient collectives.
+        sequential: Whether buckets go one after another even under a native plan, as they do over
+            an emulated link.
         settings: See ``PolicySettings``.
     """
 
@@ -134,6 +136,7 @@ class Inputs:
     steps_since_switch: int = 0
     link: LinkEstimate | None = None
     backend: str = "gloo"
+    sequential: bool = False
     settings: PolicySettings = field(default_factory=PolicySettings)
 
 

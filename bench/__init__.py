@@ -1,0 +1,1 @@
+"""Benchmarks; each writes ``bench/results/NAME.json`` (see ``results_file``)."""

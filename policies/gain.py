@@ -1,0 +1,154 @@
+"""What survives compression, and what that is worth.
+
+Gain is ``||sent||^2 / ||corrected||^2``. It follows from the cumulative energy of the live
+gradient, one curve for all ratios. Efficiency, the progress of a step relative to a dense step, is
+gain to a power that belongs to the family: gain alone does not order methods across families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradpilot.policies.base import BucketState
+from gradpilot.policies.compute import bracket
+from gradpilot.protos.messages import ENERGY_RATIOS, Bucket, Family, Option
+
+Floats = NDArray[np.float64]
+
+SKIP_EXPONENT = 0.86
+"""Efficiency of skipping S of N ring steps = ((N - S) / N) ** this. CNN on Fashion-MNIST, N = 4,
+S = 2, random rotation: 600 and 400 steps to 86 % against 300 and 250, so about 1.8 times the steps
+at gain 0.5, two seeds."""
+
+SMALLEST = 1e-9
+CORRECTION = (0.1, 10.0)
+"""Bounds on how far a measured gain may move the model."""
+
+
+def gaussian_gain(ratio: float) -> float:
+    """Return the gain of top-k on independent normal elements."""
+    if ratio >= 1:
+        return 1.0
+    if ratio <= 0:
+        return 0.0
+    normal = NormalDist()
+    # A subnormal ratio overflows the quantile; nothing that small is ever kept.
+    z = -normal.inv_cdf(max(ratio, 1e-12) / 2)
+    return min(1.0, ratio + 2 * z * normal.pdf(z))
+
+
+def laplace_gain(ratio: float) -> float:
+    """Return the gain of top-k on independent Laplace elements: c (1 - ln c + ln(c)^2 / 2)."""
+    if ratio >= 1:
+        return 1.0
+    if ratio <= 0:
+        return 0.0
+    log = float(np.log(ratio))
+    return min(1.0, ratio * (1 - log + log**2 / 2))
+
+
+GAUSSIAN_CURVE: tuple[float, ...] = tuple(gaussian_gain(ratio) for ratio in ENERGY_RATIOS)
+"""Used where no curve is known: real gradients keep more, so it errs on the careful side."""
+
+
+class GainModel:
+    """Gain per bucket and ratio for every family.
+
+    Args:
+        buckets: Buckets of the layout.
+        states: What is known of them, in the same order.
+        current: Option per bucket that the measured gains belong to; empty if unknown. A bucket
+            whose option skips is not corrected: its gain holds the skipping too.
+        families: Families by which measured gains are compared with predicted ones.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        states: Sequence[BucketState],
+        current: Sequence[Option] = (),
+        families: Sequence[Family] = (),
+    ) -> None:
+        self.weights = _weights(buckets, states)
+        self._curves = np.log(_curves(states))
+        self._knots = np.log(ENERGY_RATIOS)
+        self._corrections: dict[tuple[str, object], Floats] = {}
+        found: dict[tuple[str, object], Floats] = {}
+        known = {(family.compressor, family.settings): family for family in families}
+        for b, (state, option) in enumerate(zip(states, current, strict=False)):
+            family = known.get(option.family)
+            if family is None or option.skip or not 0 < state.gain <= 1.000001:
+                continue
+            predicted = self.gain(family, np.array([option.ratio]))[0, b]
+            factor = float(np.clip(state.gain / max(predicted, SMALLEST), *CORRECTION))
+            found.setdefault(option.family, np.ones(len(self.weights)))[b] = factor
+        self._corrections = found
+
+    def gain(self, family: Family, ratios: Floats) -> Floats:
+        """Return gains of shape (ratios, buckets), in (0, 1], growing with the ratio."""
+        shape = (len(ratios), len(self.weights))
+        if family.gain_model == "energy":
+            gains = family.gain_factor * self._energy(ratios)
+        elif family.gain_model == "ratio":
+            gains = np.broadcast_to(ratios[:, None], shape)
+        else:
+            gains = np.full(shape, family.gain_factor)
+        correction = self._corrections.get((family.compressor, family.settings))
+        if correction is not None:
+            gains = gains * correction
+        return np.clip(gains, SMALLEST, 1.0)
+
+    def _energy(self, ratios: Floats) -> Floats:
+        """Interpolate in log energy and log ratio; below the first knot along the first slope."""
+        at = np.log(ratios)
+        low, high, share = bracket(self._knots, at)
+        logs = self._curves[low] + share[:, None] * (self._curves[high] - self._curves[low])
+        slope = (self._curves[1] - self._curves[0]) / (self._knots[1] - self._knots[0])
+        logs = logs + np.minimum(at - self._knots[0], 0.0)[:, None] * np.clip(slope, 0.0, 1.0)
+        energies: Floats = np.exp(logs)
+        return energies
+
+
+def efficiency(gain: Floats, exponent: float) -> Floats:
+    """Return progress of one step relative to a dense step, (0, 1]."""
+    bounded: Floats = np.clip(gain, SMALLEST, 1.0) ** max(exponent, 0.0)
+    return np.clip(bounded, SMALLEST, 1.0)
+
+
+def skip_gain(world_size: int, skip: int | Floats) -> Floats:
+    """Return the share of a gradient that a ring with ``skip`` steps left out delivers."""
+    left = (world_size - np.asarray(skip, dtype=np.float64)) / max(world_size, 1)
+    return np.clip(left, SMALLEST, 1.0)
+
+
+def _weights(buckets: Sequence[Bucket], states: Sequence[BucketState]) -> Floats:
+    """Return each bucket's share of ||gradient||^2; where unknown, by elements at mean density."""
+    elements = np.array([max(b.elements, 1) for b in buckets], dtype=np.float64)
+    squares = np.array([s.gradient_sq for s in states], dtype=np.float64)
+    known = np.isfinite(squares) & (squares >= 0)
+    weights: Floats = elements
+    if known.any() and squares[known].max() > 0:
+        squares = squares / squares[known].max()
+        density = squares[known].sum() / elements[known].sum()
+        weights = np.where(known, squares, elements * density)
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def _curves(states: Sequence[BucketState]) -> Floats:
+    """Return energy curves of shape (knots, buckets), made monotone; gaps get the mean curve."""
+    curves = np.full((len(ENERGY_RATIOS), len(states)), np.nan)
+    for b, state in enumerate(states):
+        if len(state.energy) == len(ENERGY_RATIOS):
+            curve = np.array(state.energy, dtype=np.float64)
+            if np.isfinite(curve).all() and curve.min() >= 0 and curve.max() > 0:
+                curves[:, b] = curve
+    known = np.isfinite(curves).all(axis=0)
+    stand_in = curves[:, known].mean(axis=1) if known.any() else np.array(GAUSSIAN_CURVE)
+    curves[:, ~known] = stand_in[:, None]
+    curves = np.maximum.accumulate(np.clip(curves, SMALLEST, 1.0), axis=0)
+    curves[-1] = 1.0
+    return curves

@@ -1,0 +1,266 @@
+"""Latency and bandwidth of the link, fitted from the collectives that the job ran anyway.
+
+Every collective takes ``a * alpha + b * bytes * beta`` seconds with known ``a`` and ``b``
+(``policies.cost``), so alpha and beta are a regression with two unknowns. Noise is multiplicative
+and one-sided outliers are common (stalls, retransmissions), hence: a start by least median of
+relative errors over pairs of operations, then Tukey's bisquare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradpilot.policies.base import Operation
+from gradpilot.policies.change import NOISE, first_of_present
+from gradpilot.policies.cost import coefficients
+from gradpilot.protos.messages import COLLECTIVES, LinkEstimate
+
+Floats = NDArray[np.float64]
+
+NEWEST = 400
+"""Older operations are not looked at."""
+
+HALF_LIFE_SECONDS = 60.0
+"""An operation this much older counts half."""
+
+MAX_CONDITION = 60.0
+MAX_RELATIVE_ERROR = 0.3
+"""Beyond these the data do not tell alpha from beta."""
+
+ALPHA_SCALE = 50e-6
+BETA_SCALE = 1e-12
+"""Values are told apart down to these; below them no plan differs."""
+
+SPAN = 64.0
+"""Sizes that span this factor are as good as a probe can give."""
+
+
+class _Data(NamedTuple):
+    """Usable operations, oldest first: alphas, pushed bytes, seconds, age, kind."""
+
+    a: Floats
+    y: Floats
+    t: Floats
+    age: Floats
+    kind: NDArray[np.intp]
+
+    def cut(self, first: int) -> _Data:
+        return _Data(
+            self.a[first:], self.y[first:], self.t[first:], self.age[first:], self.kind[first:]
+        )
+
+
+@np.errstate(all="ignore")
+def fit_link(
+    operations: Sequence[Operation],
+    n_ranks: int,
+    backend: str = "gloo",
+    previous: LinkEstimate | None = None,
+    half_life_seconds: float = HALF_LIFE_SECONDS,
+) -> LinkEstimate | None:
+    """Fit latency and inverse bandwidth.
+
+    Args:
+        operations: Timed collectives in any order; those with impossible numbers are ignored.
+        n_ranks: Ranks N.
+        backend: Whose cost table to use.
+        previous: Last estimate. If the newest operations contradict it, older ones are dropped.
+        half_life_seconds: Recency weighting.
+
+    Returns:
+        The estimate, or None if there is no usable operation. ``separable`` is False where the data
+        only tell a mixture of alpha and beta; the numbers then explain the data, not more.
+    """
+    data = _usable(operations, n_ranks, backend)
+    if len(data.t) == 0:
+        return None
+    if previous is not None and not _plausible(previous):
+        previous = None
+    if previous is not None:
+        data = data.cut(_change(data, previous))
+    recency = 0.5 ** ((data.age - data.age.min()) / max(half_life_seconds, 1e-3))
+    estimate = _fit(data, recency)
+    if estimate.separable or previous is None or not previous.separable:
+        return estimate
+    # The data tell one direction only; a known split that agrees with them is kept.
+    level = _median(data.t / _predict(data, previous), recency)
+    if abs(np.log(level)) > 1.5 * NOISE:
+        return estimate
+    return replace(
+        previous,
+        alpha_seconds=previous.alpha_seconds * level,
+        beta_seconds_per_byte=previous.beta_seconds_per_byte * level,
+        samples=estimate.samples,
+        age_seconds=estimate.age_seconds,
+    )
+
+
+@np.errstate(all="ignore")
+def changed_operations(
+    operations: Sequence[Operation], n_ranks: int, backend: str, previous: LinkEstimate | None
+) -> int:
+    """Return how many operations predate the present state of the link; 0 if it did not change."""
+    data = _usable(operations, n_ranks, backend)
+    if previous is None or not _plausible(previous) or len(data.t) == 0:
+        return 0
+    return _change(data, previous)
+
+
+@np.errstate(all="ignore")
+def wide_enough(
+    operations: Sequence[Operation], n_ranks: int, backend: str, previous: LinkEstimate | None
+) -> bool:
+    """Return whether the sizes that count already span what a probe would add."""
+    data = _usable(operations, n_ranks, backend)
+    if previous is not None and _plausible(previous) and len(data.t):
+        data = data.cut(_change(data, previous))
+    sizes = data.y[data.y > 0] / data.a[data.y > 0]
+    return bool(len(sizes)) and bool(sizes.max() >= SPAN * sizes.min())
+
+
+def _plausible(link: LinkEstimate) -> bool:
+    numbers = (link.alpha_seconds, link.beta_seconds_per_byte)
+    return bool(np.isfinite(numbers).all() and min(numbers) >= 0 and max(numbers) > 0)
+
+
+def _usable(operations: Sequence[Operation], n_ranks: int, backend: str) -> _Data:
+    rows = []
+    kinds: dict[tuple[str, int, int], int] = {}
+    for o in operations:
+        if o.collective not in COLLECTIVES or o.bytes < 0:
+            continue
+        if not (0 < o.transfer_seconds < 1e6 and 0 <= o.age_seconds < 1e12):  # also catches NaN
+            continue
+        a, b = coefficients(o.collective, n_ranks, o.skip, backend)
+        if a <= 0:
+            continue
+        kind = kinds.setdefault((o.collective, o.bytes, o.skip), len(kinds))
+        rows.append((a, b * o.bytes, o.transfer_seconds, o.age_seconds, o.step, kind))
+    # Sorted by content, so that the order in which reports came does not matter.
+    rows.sort(key=lambda row: (-row[3], row[4], row[5], row[2]))
+    table = np.array(rows[-NEWEST:], dtype=np.float64).reshape(-1, 6)
+    return _Data(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 5].astype(np.intp))
+
+
+def _predict(data: _Data, link: LinkEstimate) -> Floats:
+    seconds = data.a * link.alpha_seconds + data.y * link.beta_seconds_per_byte
+    return np.maximum(seconds, 1e-9)
+
+
+def _change(data: _Data, previous: LinkEstimate) -> int:
+    """Return the first operation of the present state of the link."""
+    uncertain = (data.a * previous.alpha_error) ** 2 + (data.y * previous.beta_error) ** 2
+    return first_of_present(data.t, _predict(data, previous), uncertain, data.kind)
+
+
+def _median(values: Floats, weights: Floats) -> float:
+    order = np.argsort(values, kind="stable")
+    total = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(total, 0.5 * total[-1])]])
+
+
+def _fit(data: _Data, recency: Floats) -> LinkEstimate:
+    theta = _start(data, recency)
+    weights = recency
+    scale = 0.0
+    for _ in range(20):
+        predicted = np.maximum(data.a * theta[0] + data.y * theta[1], 1e-9)
+        errors = (data.t - predicted) / predicted
+        scale = max(1.4826 * _median(np.abs(errors), recency), 0.01)
+        far = np.minimum(np.abs(errors) / (4.685 * scale), 1.0)
+        weights = recency * (1 - far**2) ** 2
+        if np.count_nonzero(weights > 1e-3 * weights.max()) < 2:
+            break
+        new = _solve(data, weights / predicted**2)
+        done = np.allclose(new, theta, rtol=1e-6, atol=1e-15)
+        theta = new
+        if done:
+            break
+    used = int(np.count_nonzero(weights > 0))
+    # Few operations look more exact than they are.
+    scale = max(scale, 0.02 if used >= 6 else NOISE)
+    errors_, condition = _errors(data, theta, weights, scale)
+    alpha, beta = float(theta[0]), float(theta[1])
+    separable = bool(
+        len(data.t) >= 2
+        and condition <= MAX_CONDITION
+        and errors_[0] <= MAX_RELATIVE_ERROR * max(alpha, ALPHA_SCALE)
+        and errors_[1] <= MAX_RELATIVE_ERROR * max(beta, BETA_SCALE)
+    )
+    return LinkEstimate(
+        alpha_seconds=alpha,
+        beta_seconds_per_byte=beta,
+        alpha_error=float(errors_[0]),
+        beta_error=float(errors_[1]),
+        samples=used,
+        age_seconds=float(data.age.min()),
+        separable=separable,
+    )
+
+
+def _start(data: _Data, recency: Floats) -> Floats:
+    """Return the pair of operations that explains most others best (least median)."""
+    order = np.argsort(data.y / data.a, kind="stable")
+    n = len(order)
+    picks = min(12, n)
+    low = order[np.unique(np.linspace(0, max((n - 1) * 0.4, 0), picks).astype(np.intp))]
+    high = order[np.unique(np.linspace((n - 1) * 0.6, n - 1, picks).astype(np.intp))]
+    i, j = (grid.ravel() for grid in np.meshgrid(low, high, indexing="ij"))
+    cross = data.a[i] * data.y[j] - data.a[j] * data.y[i]
+    good = cross > 1e-9 * data.a[i] * np.maximum(data.y[j], 1e-300)
+    i, j, cross = i[good], j[good], cross[good]
+    best = _solve(data, recency / np.maximum(data.t, 1e-9) ** 2)
+    if len(i) == 0:
+        return best
+    alpha = np.append((data.t[i] * data.y[j] - data.t[j] * data.y[i]) / cross, best[0])
+    beta = np.append((data.t[j] * data.a[i] - data.t[i] * data.a[j]) / cross, best[1])
+    alpha, beta = np.maximum(alpha, 0.0), np.maximum(beta, 0.0)
+    predicted = np.maximum(np.outer(alpha, data.a) + np.outer(beta, data.y), 1e-9)
+    misfit = np.abs(np.log(data.t / predicted))
+    ranks = np.argsort(misfit, axis=1, kind="stable")
+    total = np.cumsum(recency[ranks], axis=1)
+    middle = (total < 0.5 * total[:, -1:]).sum(axis=1)
+    medians = np.take_along_axis(
+        misfit, np.take_along_axis(ranks, middle[:, None], axis=1), axis=1
+    )[:, 0]
+    winner = int(medians.argmin())
+    return np.array([alpha[winner], beta[winner]])
+
+
+def _solve(data: _Data, weights: Floats) -> Floats:
+    """Return non-negative weighted least squares of two unknowns."""
+    columns = np.stack([data.a, data.y], axis=1)
+    size = np.sqrt((weights[:, None] * columns**2).sum(axis=0))
+    size[size == 0] = 1.0
+    root = np.sqrt(weights)
+    matrix = root[:, None] * columns / size
+    target = root * data.t
+    both = np.linalg.lstsq(matrix, target, rcond=1e-9)[0]
+    if both.min() < 0:  # one of them is zero: the better one-column fit
+        single = np.maximum(matrix.T @ target, 0.0) / np.maximum((matrix**2).sum(axis=0), 1e-300)
+        both = np.where(np.arange(2) == int(single.argmax()), single, 0.0)
+    solution: Floats = both / size
+    return solution
+
+
+def _errors(data: _Data, theta: Floats, weights: Floats, scale: float) -> tuple[Floats, float]:
+    """Return standard errors and the condition number of the design, columns of equal length."""
+    predicted = np.maximum(data.a * theta[0] + data.y * theta[1], 1e-9)
+    matrix = np.stack([data.a / predicted, data.y / predicted], axis=1)
+    inner = matrix.T @ (weights[:, None] * matrix)
+    length = np.sqrt(np.diag(inner))
+    if not (length > 0).all():
+        return np.array([np.inf, np.inf]), float("inf")
+    condition = float(np.linalg.cond(inner / np.outer(length, length)) ** 0.5)
+    if not condition < 1e6:
+        return np.array([np.inf, np.inf]), condition
+    # Weights are no inverse variances, so the sandwich form.
+    inverse = np.linalg.inv(inner / np.outer(length, length)) / np.outer(length, length)
+    meat = matrix.T @ ((weights**2)[:, None] * matrix)
+    variance = np.diag(inverse @ meat @ inverse)
+    return scale * np.sqrt(np.maximum(variance, 0.0)), condition

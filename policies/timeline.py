@@ -1,0 +1,53 @@
+"""Step time: buckets become ready during backward, one wire carries them, what sticks out counts.
+
+Shapes: P candidates, B buckets in issue order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def wire_end(
+    ready: Floats,
+    compress: Floats,
+    latency: Floats,
+    transfer: Floats,
+    decompress: Floats,
+    pipelined: NDArray[np.bool_],
+) -> Floats:
+    """Return when the last bucket is done, counted from the first bucket being ready; (P,).
+
+    In sequence (the communication thread): compress, rounds, decompress, then the next bucket.
+    Pipelined (every bucket one native all-reduce, issued asynchronously): bytes queue on the wire,
+    latency of one bucket overlaps with the bytes of the next.
+
+    Args:
+        ready: Offset of each bucket's readiness, (B,).
+        compress: Seconds before the last collective is issued, (P, B).
+        latency: Part of the wire time that does not depend on bytes, (P, B).
+        transfer: Part of the wire time that bytes occupy, (P, B).
+        decompress: Seconds after the reply, (P, B).
+        pipelined: Which candidates overlap their buckets, (P,).
+    """
+    end = np.zeros(len(compress))
+    wire = np.zeros(len(compress))
+    last = np.zeros(len(compress))
+    whole = compress + latency + transfer + decompress
+    some, every = bool(pipelined.any()), bool(pipelined.all())
+    for b, at in enumerate(ready):
+        if not every:
+            end = np.maximum(end, at) + whole[:, b]
+        if some:
+            wire = np.maximum(wire, at + compress[:, b]) + transfer[:, b]
+            last = np.maximum(last, wire + latency[:, b] + decompress[:, b])
+    return np.where(pipelined, last, end)
+
+
+def step_seconds(compute_seconds: float, ready: Floats, end: Floats) -> Floats:
+    """Return step times: compute plus what sticks out behind the last ready bucket."""
+    last_ready = float(ready.max()) if len(ready) else 0.0
+    return compute_seconds + np.maximum(0.0, end - last_ready)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gradpilot.policies.guards import judge, sane
+from gradpilot.protos.messages import BF16, DENSE
+from tests.policies import scenario
+
+
+def test_sane() -> None:
+    assert sane(scenario.inputs()) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"world_size": 1}, "one rank"),
+        ({"layout": scenario.layout(())}, "no buckets"),
+        ({"buckets": ()}, "another layout"),
+        ({"families": ()}, "catalog"),
+        ({"compute_seconds": math.nan}, "nan"),
+        ({"compute_seconds": -1.0}, "-1"),
+    ],
+)
+def test_insane(fields: dict[str, object], word: str) -> None:
+    assert word in sane(scenario.inputs(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("current", "steps", "gain", "switch", "word"),
+    [
+        (None, 0, math.nan, True, "first"),
+        (BF16, 1000, 0.9, False, "already"),
+        (DENSE, 19, 0.9, False, "19 of 20"),
+        (DENSE, 20, 0.049, False, "4.9 %"),
+        (DENSE, 20, -0.3, False, "-30.0 %"),
+        (DENSE, 20, 0.05, True, "5.0 %"),
+        (DENSE, 20, math.nan, True, "cannot be predicted"),
+    ],
+)
+def test_judge(current: object, steps: int, gain: float, switch: bool, word: str) -> None:
+    inputs = scenario.inputs(steps_since_switch=steps)
+    verdict = judge(inputs, () if current is None else (current,), (BF16,), gain)  # type: ignore[arg-type]
+    assert verdict.switch is switch
+    assert word in verdict.reason

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from gradpilot.policies.base import Operation
+from gradpilot.policies.cost import coefficients
+from gradpilot.policies.link import changed_operations, fit_link, wide_enough
+from gradpilot.protos.messages import COLLECTIVES, LinkEstimate
+
+N = 8
+
+
+def noisy(
+    rng: np.random.Generator,
+    alpha: float,
+    beta: float,
+    count: int,
+    *,
+    noise: float = 0.1,
+    outliers: float = 0.0,
+    newest_age: float = 0.0,
+    sizes: tuple[int, ...] = (),
+    collectives: tuple[str, ...] = ("all_reduce", "all_gather", "broadcast"),
+) -> list[Operation]:
+    """Operations on a planted link, oldest first, a tenth of a second apart."""
+    # Sizes around the one at which latency and bandwidth cost the same.
+    middle = alpha / beta
+    made = []
+    for i in range(count):
+        collective = str(rng.choice(collectives))
+        size = int(rng.choice(sizes)) if sizes else int(middle * 10 ** rng.uniform(-1.5, 1.5)) + 1
+        a, b = coefficients(collective, N)
+        seconds = (a * alpha + b * size * beta) * math.exp(noise * rng.normal())
+        if rng.random() < outliers:
+            seconds *= rng.uniform(2, 20)
+        made.append(
+            Operation(i, collective, size, 0, seconds, 0.0, newest_age + (count - 1 - i) * 0.1)
+        )
+    return made
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(st.floats(-4, -1.7), st.floats(7, 10), st.integers(0, 2**32 - 1))
+def test_recovers_a_planted_link_under_outliers(
+    log_alpha: float, log_rate: float, seed: int
+) -> None:
+    alpha, beta = 10**log_alpha, 8 / 10**log_rate
+    rng = np.random.default_rng(seed)
+    link = fit_link(noisy(rng, alpha, beta, 300, noise=0.05, outliers=0.2), N)
+    assert link is not None
+    assert link.separable
+    assert link.alpha_seconds == pytest.approx(alpha, rel=0.05)
+    assert link.beta_seconds_per_byte == pytest.approx(beta, rel=0.05)
+
+
+def test_standard_errors_are_honest() -> None:
+    alpha, beta = 2e-3, 8e-8
+    misses = []
+    for seed in range(150):
+        link = fit_link(noisy(np.random.default_rng(seed), alpha, beta, 80), N)
+        assert link is not None
+        misses.append(
+            (
+                (link.alpha_seconds - alpha) / link.alpha_error,
+                (link.beta_seconds_per_byte - beta) / link.beta_error,
+            )
+        )
+    spread = np.std(misses, axis=0)
+    assert ((spread > 0.7) & (spread < 1.5)).all()
+
+
+def test_exact_data() -> None:
+    link = fit_link(noisy(np.random.default_rng(0), 1e-3, 1e-8, 20, noise=0.0), N)
+    assert link is not None
+    assert link.alpha_seconds == pytest.approx(1e-3, rel=1e-6)
+    assert link.beta_seconds_per_byte == pytest.approx(1e-8, rel=1e-6)
+    assert link.samples == 20
+    assert link.age_seconds == 0
+
+
+def test_two_sizes_of_a_probe_are_enough() -> None:
+    rng = np.random.default_rng(0)
+    probe = noisy(rng, 1e-3, 8e-8, 1, noise=0, sizes=(4096,), collectives=("all_reduce",))
+    probe += noisy(rng, 1e-3, 8e-8, 1, noise=0, sizes=(1 << 20,), collectives=("all_reduce",))
+    link = fit_link(probe, N)
+    assert link is not None
+    assert link.separable
+    assert wide_enough(probe, N, "gloo", None)
+
+
+def test_one_size_cannot_be_separated() -> None:
+    rng = np.random.default_rng(0)
+    same = noisy(rng, 1e-3, 8e-8, 50, sizes=(1 << 20,), collectives=("all_reduce",))
+    link = fit_link(same, N)
+    assert link is not None
+    assert not link.separable
+    assert not wide_enough(same, N, "gloo", None)
+    # It explains the data nevertheless.
+    a, b = coefficients("all_reduce", N)
+    predicted = a * link.alpha_seconds + b * (1 << 20) * link.beta_seconds_per_byte
+    assert predicted == pytest.approx(np.median([o.transfer_seconds for o in same]), rel=0.1)
+
+
+def test_latency_hidden_behind_large_payloads_is_not_claimed() -> None:
+    rng = np.random.default_rng(1)
+    large = noisy(rng, 5e-4, 8e-7, 30, sizes=(9_000_000, 11_000_000), collectives=("all_reduce",))
+    link = fit_link(large, N)
+    assert link is not None
+    assert not link.separable
+
+
+def test_a_known_split_is_kept_while_it_agrees() -> None:
+    rng = np.random.default_rng(2)
+    known = LinkEstimate(1e-3, 8e-8, 1e-5, 1e-9, 50)
+    same = noisy(rng, 1e-3, 8e-8, 50, sizes=(1 << 20,), collectives=("all_reduce",), newest_age=3)
+    link = fit_link(same, N, previous=known)
+    assert link is not None
+    assert link.separable
+    assert link.age_seconds == 3
+    assert link.alpha_seconds / link.beta_seconds_per_byte == pytest.approx(1e-3 / 8e-8)
+    slower = [replace(o, transfer_seconds=2 * o.transfer_seconds) for o in same]
+    link = fit_link(slower, N, previous=known)
+    assert link is not None
+    assert not link.separable
+
+
+def test_impossible_operations_are_ignored() -> None:
+    rng = np.random.default_rng(0)
+    good = noisy(rng, 1e-3, 8e-8, 40)
+    bad = [
+        replace(good[0], transfer_seconds=seconds)
+        for seconds in (math.nan, -1.0, 0.0, math.inf, -math.inf)
+    ]
+    bad += [
+        replace(good[0], collective="reduce"),
+        replace(good[0], bytes=-1),
+        replace(good[0], age_seconds=math.nan),
+    ]
+    assert fit_link(good + bad, N) == fit_link(good, N)
+    assert fit_link(bad, N) is None
+    assert fit_link([], N) is None
+    assert fit_link(good, 1) is None
+
+
+def test_order_of_arrival_does_not_matter() -> None:
+    rng = np.random.default_rng(0)
+    made = noisy(rng, 1e-3, 8e-8, 60, outliers=0.2)
+    shuffled = [made[i] for i in rng.permutation(len(made))]
+    assert fit_link(shuffled, N) == fit_link(made, N)
+
+
+# Where only one of the two changes, operations that the other dominates say nothing.
+@pytest.mark.parametrize(
+    ("slower_alpha", "slower_beta", "within"),
+    [(3, 3, 8), (0.3, 0.3, 8), (1, 10, 40), (10, 1, 40)],
+)
+def test_a_step_is_seen_within_few_operations(
+    slower_alpha: float, slower_beta: float, within: int
+) -> None:
+    alpha, beta, seen = 2e-3, 8e-8, 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        before = noisy(rng, alpha, beta, 150, newest_age=5.0)
+        known = fit_link(before, N)
+        after = noisy(rng, slower_alpha * alpha, slower_beta * beta, within)
+        seen += changed_operations(before + after, N, "gloo", known) > 0
+    assert seen >= 38
+
+
+def test_old_operations_are_dropped_after_a_step() -> None:
+    rng = np.random.default_rng(5)
+    before = noisy(rng, 1e-3, 8e-8, 200, newest_age=4.0)
+    known = fit_link(before, N)
+    after = noisy(rng, 3e-3, 8e-7, 40)
+    assert changed_operations(before + after, N, "gloo", known) == pytest.approx(200, abs=3)
+    link = fit_link(before + after, N, previous=known)
+    assert link is not None
+    assert link.alpha_seconds == pytest.approx(3e-3, rel=0.2)
+    assert link.beta_seconds_per_byte == pytest.approx(8e-7, rel=0.2)
+    # The next decision knows the new link; what is old stays out.
+    assert changed_operations(before + after, N, "gloo", link) == pytest.approx(200, abs=3)
+
+
+def test_noise_raises_no_alarm() -> None:
+    alarms = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        before = noisy(rng, 1e-3, 8e-8, 150, newest_age=10)
+        known = fit_link(before, N)
+        alarms += changed_operations(before + noisy(rng, 1e-3, 8e-8, 100), N, "gloo", known) > 0
+    assert alarms == 0
+
+
+def test_outliers_raise_hardly_any_alarm() -> None:
+    alarms = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        before = noisy(rng, 1e-3, 8e-8, 150, newest_age=10, outliers=0.2)
+        known = fit_link(before, N)
+        now = noisy(rng, 1e-3, 8e-8, 100, outliers=0.2)
+        alarms += changed_operations(before + now, N, "gloo", known) > 0
+    assert alarms <= 4
+
+
+def test_recent_operations_count_more() -> None:
+    rng = np.random.default_rng(0)
+    old = noisy(rng, 1e-3, 8e-8, 60, newest_age=600.0)
+    new = noisy(rng, 2e-3, 16e-8, 30)
+    link = fit_link(old + new, N, half_life_seconds=30)
+    assert link is not None
+    assert link.alpha_seconds == pytest.approx(2e-3, rel=0.1)
+
+
+anything = st.floats(allow_nan=True, allow_infinity=True)
+wild_operation = st.builds(
+    Operation,
+    step=st.integers(0, 10**6),
+    collective=st.sampled_from((*COLLECTIVES, "other")),
+    bytes=st.integers(-1, 2**40),
+    skip=st.integers(-2, 20),
+    transfer_seconds=anything | st.floats(1e-6, 10),
+    straggle_seconds=anything,
+    age_seconds=anything | st.floats(0, 1000),
+)
+wild_link = st.none() | st.builds(
+    LinkEstimate, anything, anything, anything, anything, st.integers(0, 100), anything
+)
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(
+    st.lists(wild_operation, max_size=30),
+    st.integers(0, 64),
+    st.sampled_from(("gloo", "nccl", "model", "")),
+    wild_link,
+)
+def test_anything_is_survived(
+    made: list[Operation], n: int, backend: str, previous: LinkEstimate | None
+) -> None:
+    link = fit_link(made, n, backend, previous)
+    if link is not None:
+        assert link.alpha_seconds >= 0
+        assert link.beta_seconds_per_byte >= 0
+        assert math.isfinite(link.alpha_seconds + link.beta_seconds_per_byte)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gradpilot.policies.base import Inputs
+from gradpilot.policies.compute import ComputeModel
+from gradpilot.policies.cost import coefficients
+from gradpilot.policies.gain import SKIP_EXPONENT
+from gradpilot.policies.options import bucket_groups, ratio_grid
+from gradpilot.policies.problem import Space
+from gradpilot.protos.messages import (
+    BF16,
+    DENSE,
+    BucketRounds,
+    Family,
+    LadderPoint,
+    LinkEstimate,
+    Option,
+    WireRound,
+)
+from tests.policies import scenario
+
+LINK = LinkEstimate(1e-3, 8e-8)
+
+
+def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str, float]:
+    """One uniform candidate in plain loops, straight from the definitions."""
+    family = next(f for f in inputs.families if (f.compressor, f.settings) == (option.family))
+    points = [p.ratio for p in family.ladder]
+    upper = min(i for i, r in enumerate(points) if r >= option.ratio - 1e-12)
+    lower = max(i for i, r in enumerate(points) if r <= option.ratio + 1e-12)
+    share = (
+        0.0 if upper == lower else (option.ratio - points[lower]) / (points[upper] - points[lower])
+    )
+    n, model = inputs.world_size, ComputeModel(inputs.compute)
+    total = {"compress": 0.0, "wire": 0.0, "bytes": 0.0, "gain": 0.0, "worth": 0.0}
+    squares = sum(s.gradient_sq for s in inputs.buckets)
+    end = 0.0
+    bandwidth = last = 0.0
+    single = all(len(b.rounds) == 1 for p in family.ladder for b in p.buckets)
+    for b, bucket in enumerate(inputs.layout.buckets):
+        low, high = family.ladder[lower].buckets[b].rounds, family.ladder[upper].buckets[b].rounds
+        latency = transfer = 0.0
+        for first, second in zip(low, high, strict=True):
+            size = first.bytes + share * (second.bytes - first.bytes)
+            carrier, skip = first.collective, 0
+            if carrier == "all_reduce" and option.collective == "ring":
+                carrier, skip = "ring", option.skip if first.skippable else 0
+            alphas, payloads = coefficients(carrier, n, skip, inputs.backend)
+            latency += alphas * link.alpha_seconds
+            transfer += payloads * size * link.beta_seconds_per_byte
+            total["bytes"] += size
+        before, after = (
+            float(t[0, 0])
+            for t in model.seconds(
+                option.family, np.array([option.ratio]), np.array([float(bucket.elements)])
+            )
+        )
+        state = inputs.buckets[b]
+        gain = 1.0
+        if family.gain_model == "energy":
+            from gradpilot.protos.messages import ENERGY_RATIOS
+
+            gain = family.gain_factor * math.exp(
+                np.interp(math.log(option.ratio), np.log(ENERGY_RATIOS), np.log(state.energy))
+            )
+        left = (n - option.skip) / n
+        weight = state.gradient_sq / squares
+        total["gain"] += weight * gain * left
+        total["worth"] += weight * gain**family.efficiency_exponent * left**SKIP_EXPONENT
+        total["compress"] += before + after
+        total["wire"] += latency + transfer
+        ready = state.ready_seconds
+        end = max(end, ready) + before + latency + transfer + after
+        bandwidth = max(bandwidth, ready + before) + transfer
+        last = max(last, bandwidth + latency + after)
+    if option.collective == "native" and single:
+        end = last
+    exposed = max(0.0, end - max(s.ready_seconds for s in inputs.buckets))
+    return {
+        "statistical_loss": 1 - total["worth"],
+        "compression_seconds": total["compress"],
+        "synchronisation_seconds": total["wire"],
+        "gain": total["gain"],
+        "efficiency": total["worth"],
+        "step_seconds": inputs.compute_seconds + exposed,
+        "wire_ratio": total["bytes"] / sum(b.dense_bytes for b in inputs.layout.buckets),
+    }
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "model"])
+def test_every_candidate_equals_brute_force(backend: str) -> None:
+    inputs = scenario.inputs(
+        ranks=4, settings=scenario.settings(ratios=7), backend=backend, sizes=(400_000, 90_000, 10)
+    )
+    space = Space(inputs, LINK)
+    evaluation = space.uniform()
+    assert len(space) == 7 * (1 + 4 + 1) + 2 * (1 + 4)
+    for k in range(len(space)):
+        candidate = space.candidate(evaluation, k)
+        assert candidate.options == (space.option(k),)
+        for name, value in brute_force(inputs, space.option(k), LINK).items():
+            assert getattr(candidate, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_sequential_wires_overlap_nothing() -> None:
+    inputs = scenario.inputs(ranks=4, sizes=(400_000, 90_000, 10), overlap=0.0)
+    steps = []
+    for sequential in (False, True):
+        space = Space(replace(inputs, sequential=sequential), LINK)
+        k = space.add(DENSE)
+        assert k is not None
+        steps.append(float(space.uniform().step_seconds[k]))
+    a, _ = coefficients("all_reduce", 4)
+    # Two of three latencies hide behind the bytes of another bucket; the last one's does not.
+    assert steps[1] - steps[0] == pytest.approx(2 * a * LINK.alpha_seconds, rel=0.01)
+
+
+def test_mixed_candidates_equal_their_parts() -> None:
+    inputs = scenario.inputs(ranks=4, settings=scenario.settings(ratios=3))
+    space = Space(inputs, LINK)
+    uniform = space.uniform()
+    rows = np.array(list(itertools.product((0, 5, 11), repeat=3)), dtype=np.intp)
+    mixed = space.evaluate(rows)
+    assert space.table is not None
+    for p, row in enumerate(rows):
+        parts = space.table.latency[row, range(3)] + space.table.transfer[row, range(3)]
+        assert mixed.synchronisation_seconds[p] == pytest.approx(parts.sum())
+        if len(set(row)) == 1:
+            assert mixed.step_seconds[p] == pytest.approx(uniform.step_seconds[row[0]])
+            assert mixed.efficiency[p] == pytest.approx(uniform.efficiency[row[0]])
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Space(scenario.inputs(), LINK)
+    whole = space.uniform()
+    monkeypatch.setattr("gradpilot.policies.problem.CHUNK", 30)
+    parts = space.uniform()
+    for name in ("step_seconds", "efficiency", "gain", "wire_ratio"):
+        assert (getattr(whole, name) == getattr(parts, name)).all()
+
+
+def test_dense_and_bf16_are_always_there_and_safe() -> None:
+    inputs = scenario.inputs(compute=())  # nothing was ever measured
+    space = Space(inputs, LINK)
+    evaluation = space.uniform()
+    for option in (DENSE, BF16):
+        k = space.add(option)
+        assert k is not None
+        assert space.option(k) == option
+        assert evaluation.safe[k]
+        assert evaluation.valid[k]
+    unmeasured = space.add(Option("topk", 0.01, "allgather"))
+    assert unmeasured is not None
+    assert not space.uniform().valid[unmeasured]
+
+
+def test_options_off_the_grid() -> None:
+    space = Space(scenario.inputs(), LINK)
+    size = len(space)
+    odd = Option("topk", 0.0123456, "allgather")
+    k = space.add(odd)
+    assert k == size
+    assert space.add(odd) == k
+    assert space.option(k) == odd
+    assert len(space.uniform().gain) == size + 1
+    assert space.add(Option("unheard")) is None
+    assert space.add(Option("topk", 0.01, "native")) is None
+    assert space.add(Option("topk", math.nan, "allgather")) is None
+
+
+def test_skip_only_where_a_round_may_skip() -> None:
+    sizes = (1000,)
+    fixed = Family(
+        "scores",
+        (),
+        ("native", "ring"),
+        (LadderPoint(1.0, (BucketRounds((WireRound("all_reduce", 40, False),)),)),),
+    )
+    space = Space(scenario.inputs(sizes=sizes, families=(fixed,)), LINK)
+    assert [(h.collective, h.skip) for h in space.heads] == [("native", 0), ("ring", 0)]
+
+
+def test_unusable_families_are_left_out() -> None:
+    good = scenario.families((1000,))
+    odd = (
+        Family("empty", (), ("native",), ()),
+        Family("short", (), ("native",), (LadderPoint(1.0, ()),)),
+        replace(good[0], compressor="nowhere", collectives=("pigeon",)),
+    )
+    space = Space(scenario.inputs(sizes=(1000,), families=odd), LINK)
+    assert len(space) == 0
+    assert space.table is None
+
+
+def test_grid() -> None:
+    assert ratio_grid(np.array([0.01]), 24).tolist() == [0.01]
+    grid = ratio_grid(np.array([0.001, 0.1]), 5)
+    assert grid.tolist() == [0.001, 0.00316, 0.01, 0.0316, 0.1]
+    assert ratio_grid(np.array([0.001, 0.1]), 0).tolist() == [0.001, 0.1]
+
+
+def test_large_worlds_are_thinned() -> None:
+    inputs = scenario.inputs(ranks=4096, sizes=(1000,), settings=scenario.settings(ratios=500))
+    space = Space(inputs, LINK)
+    assert len(space) <= 100_000
+    assert {0, 4095} <= {h.skip for h in space.heads}
+
+
+def test_groups_follow_the_widest_gaps() -> None:
+    sizes = np.array([10.0, 1e6, 1.1e6, 12.0, 3e4, 1e6])
+    assert bucket_groups(sizes, 4).tolist() == [0, 1, 1, 0, 2, 1]
+    assert bucket_groups(sizes, 2).tolist() == [0, 1, 1, 0, 1, 1]
+    assert bucket_groups(np.array([5.0, 5.0]), 4).tolist() == [0, 0]
+
+
+def test_coding_round_trip() -> None:
+    space = Space(scenario.inputs(settings=scenario.settings(ratios=9)), LINK)
+    numbers = np.arange(len(space), dtype=np.intp)
+    heads, levels = space.encode(numbers)
+    assert (levels < space.levels).all()
+    assert (space.decode(heads, levels) == numbers).all()
+    off = space.add(Option("topk", 0.0123456, "allgather"))
+    assert off is not None
+    near = space.option(int(space.decode(*space.encode(np.array([off], dtype=np.intp)))[0]))
+    assert near.ratio == pytest.approx(0.0123456, rel=0.3)

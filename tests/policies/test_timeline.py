@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from gradpilot.policies.timeline import step_seconds, wire_end
+
+Lists = list[list[int]]
+
+
+def end(ready: list[int], *parts: Lists, pipelined: bool = False) -> list[float]:
+    one, two, three, four = (np.array(part, dtype=float) for part in parts)
+    flags = np.full(len(one), pipelined)
+    return list(wire_end(np.array(ready, dtype=float), one, two, three, four, flags))
+
+
+def test_sequence_by_hand() -> None:
+    # Second bucket waits for the first one's decompress, third for its own readiness.
+    got = end([0, 1, 10], [[1, 1, 1]], [[1, 1, 1]], [[2, 2, 2]], [[1, 1, 1]])
+    assert got == [15]
+
+
+def test_pipeline_overlaps_latency() -> None:
+    parts = ([[0, 0, 0]], [[5, 5, 5]], [[1, 1, 1]], [[0, 0, 0]])
+    assert end([0, 0, 0], *parts) == [18]
+    assert end([0, 0, 0], *parts, pipelined=True) == [8]
+
+
+def test_only_what_sticks_out_counts() -> None:
+    ready = np.array([0.0, 4.0])
+    assert step_seconds(10, ready, np.array([3.0, 4.0, 6.5])) == pytest.approx([10, 10, 12.5])
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000))
+def test_vectorised_equals_one_by_one(buckets: int, candidates: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ready = np.sort(rng.random(buckets))
+    parts = [rng.random((candidates, buckets)) for _ in range(4)]
+    flags = rng.random(candidates) < 0.5
+    whole = wire_end(ready, parts[0], parts[1], parts[2], parts[3], flags)
+    for p in range(candidates):
+        c, lat, tra, d = (part[p] for part in parts)
+        done = wire = last = 0.0
+        for b in range(buckets):
+            done = max(done, ready[b]) + c[b] + lat[b] + tra[b] + d[b]
+            wire = max(wire, ready[b] + c[b]) + tra[b]
+            last = max(last, wire + lat[b] + d[b])
+        assert whole[p] == pytest.approx(last if flags[p] else done)
+        assert last <= done + 1e-12
