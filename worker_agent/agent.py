@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import collections
+import json
 import logging
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +44,13 @@ from gradpilot.worker_agent.teardown import settle
 from gradpilot.worker_agent.wire import Wire
 
 log = logging.getLogger("gradpilot.agent")
+
+CLIENT_SECONDS = 0.6
+CHILD_SECONDS = 0.9
+"""How long the exit may wait for the connection and for an embedded controller to end."""
+
+MEET_SECONDS = 10.0
+"""How much longer than a controller may take to start the other ranks wait for the first."""
 
 STATE_VERSION = 1
 """Version of ``Handle.state_dict``; raised when an old reader could misread it."""
@@ -175,10 +185,10 @@ class Handle:
         _open.discard(self)
         agreed = self._coordinator.close()
         if self._link is not None:
-            self._link.close()
+            self._link.close()  # with the line below at most 1.5 s, mostly 0.5
         idle = self._pipeline.close()
         if self._child is not None:
-            self._child.stop()
+            self._child.stop(CHILD_SECONDS)
         if idle and agreed:
             for group in self._groups:
                 groups.release(group)
@@ -209,7 +219,7 @@ class _ControllerLink:
         return self.client.seconds_since_contact() > self.ttl_seconds
 
     def close(self) -> None:
-        self.client.close()
+        self.client.close(CLIENT_SECONDS)
 
 
 def attach(
@@ -269,7 +279,7 @@ def attach(
     timeout = control_timeout(config.control_timeout_seconds)
     control = groups.acquire(ranks, "gloo", timeout)
     data = groups.acquire(ranks, dist.get_backend(group))
-    job, address, metrics_url, child = _meet(config, control, rank)
+    job, address, metrics_url, child = _meet(config, ranks)
 
     table = BucketTable(model.module.named_parameters())
     calibration = calibrate(world_size, device) if address else ()
@@ -385,6 +395,8 @@ def _leave() -> None:
         settle()
 
 
+_meetings: collections.Counter[str] = collections.Counter()
+
 _attached: list[str] = []
 """Models that were attached in this process, so that the exit takes its moment."""
 
@@ -399,7 +411,7 @@ def _refuse_taken_slot(model: DistributedDataParallel) -> None:
 
 
 def _meet(
-    config: AgentConfig, control: dist.ProcessGroup, rank: int
+    config: AgentConfig, ranks: list[int]
 ) -> tuple[identity.Job, str, str, embedded.EmbeddedController | None]:
     """Let the first rank say what all ranks share: job and addresses.
 
@@ -407,17 +419,24 @@ def _meet(
         Job, controller address and metrics URL ("" without), and the first rank's own controller.
     """
     child: embedded.EmbeddedController | None = None
-    shared: list[Any] = [None]
     here = identity.place(os.environ)
-    if rank == 0:
+    store = dist.distributed_c10d._get_default_store()
+    members = ",".join(map(str, ranks))
+    _meetings[members] += 1  # attaching is collective, so all ranks count alike
+    key = f"gradpilot/meet/{members}/{_meetings[members]}"
+    if ranks[0] == dist.get_rank():
         job = identity.propose(os.environ, config.run)
         address = "" if config.off else config.controller
         if config.embedded:
             child = embedded.start(config)
             address = child.grpc_address if child is not None else ""
-        shared = [(job, address, child.metrics_url if child is not None else "", here.node)]
-    dist.broadcast_object_list(shared, group=control, group_src=0)
-    job, address, metrics_url, node = shared[0]
+        metrics_url = child.metrics_url if child is not None else ""
+        shared = [job.run, job.incarnation, job.source, address, metrics_url, here.node]
+        store.set(key, json.dumps(shared))
+    # Not a broadcast: the control group's timeout is shorter than a controller may take to start.
+    store.wait([key], timedelta(seconds=config.embedded_timeout_seconds + MEET_SECONDS))
+    *names, address, metrics_url, node = json.loads(store.get(key))
+    job = identity.Job(*names)
     if config.embedded and address and here.node != node:
         # An embedded controller listens on the loopback address of the first rank's node only.
         log.warning(

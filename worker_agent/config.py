@@ -70,7 +70,7 @@ class AgentConfig:
     plan_ttl_seconds: float = 300.0
     embedded_timeout_seconds: float = 20.0
     queue_reports: int = 64
-    statistics_steps: int = 20
+    statistics_steps: int = 50
     sample_block: int = 32
     sample_steps: int = 4
 

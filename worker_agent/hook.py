@@ -39,18 +39,25 @@ PROBE_REPETITIONS = 3
 """How often each size of a probe is timed."""
 
 
+STATISTICS_SHARE = 0.003
+STATISTICS_SECONDS = 0.2
+"""Gains and energy curves may take this share of the time, and so much at the start."""
+
+
 @dataclass(slots=True)
 class _Step:
     """One synchronised backward pass.
 
     ``sampled``: its buckets' gains and energy curves are measured. ``guarded``: it changes
-    residuals, so all its results must be finite for that to take effect.
+    residuals, so all its results must be finite for that to take effect. ``plain``: neither, all
+    buckets are sent whole, and their times are not wanted.
     """
 
     number: int
     plan: ActivePlan
     sampled: bool
     guarded: bool
+    plain: bool
     last_ready: float = 0.0
     open: int = 0
     closed: bool = False
@@ -99,7 +106,7 @@ class Pipeline:
         divides: Callable[[GradBucket], bool],
         device: torch.device,
         seed: int,
-        statistics_steps: int = 20,
+        statistics_steps: int = 50,
     ) -> None:
         self.residuals = ResidualStore()
         self.step = 0
@@ -119,6 +126,8 @@ class Pipeline:
         self._thread: OrderedThread | None = communication_thread(device)
         self._current: _Step | None = None
         self._wire_free = 0.0
+        self._started = time.monotonic()
+        self._statistics_seconds = 0.0
 
     @property
     def world_size(self) -> int:
@@ -159,8 +168,35 @@ class Pipeline:
         if work.buffer.is_sparse:
             return self._sparse(work)
         if step.plan.native and not self._wire.emulated:
-            return self._native(work)
+            return self._plain(work) if step.plain else self._native(work)
         return self._threaded(work)
+
+    def _plain(self, work: _Work) -> Future[Tensor]:
+        """Do what DDP does and hardly more, in a dense step of which nothing is to be noted.
+
+        Every Python line in a callback is time for which gloo's thread holds the GIL that the hook
+        of the next bucket waits for; only the last bucket's callback does more than hand over.
+        """
+        step, buffer = work.step, work.buffer
+        request = next(work.given.compressor.rounds(buffer, self._at(work)))
+        assert request.payload.data_ptr() == buffer.data_ptr(), "a dense mean is made in place"
+        self.wire_bytes += buffer.nbytes
+        self.dense_bytes += work.slot.bucket.dense_bytes
+        pending = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
+        future: Future[Tensor]
+        if not step.closed:
+            with step.lock:
+                step.open -= 1
+            future = pending.then(_first)
+            return future
+
+        def complete(arrived: Future[list[Tensor]]) -> Tensor:
+            tensor = arrived.value()[0]
+            self._close_bucket(step)
+            return tensor
+
+        future = pending.then(complete)
+        return future
 
     def _native(self, work: _Work) -> Future[Tensor]:
         timing = Timing()
@@ -288,13 +324,27 @@ class Pipeline:
         plan = self._coordinator.active
         self._report(self._recorder.set_plan(plan.plan.key))
         self._recorder.begin_step(self.step, time.monotonic())
+        sampled = self._wants_statistics()
+        guarded = plan.feedback or self.residuals.elements > 0
         self._current = _Step(
             number=self.step,
             plan=plan,
-            sampled=self.step % self._statistics_steps == 0,
-            guarded=plan.feedback or self.residuals.elements > 0,
+            sampled=sampled,
+            guarded=guarded,
+            plain=not (sampled or guarded or self._recorder.sampling),
         )
         return self._current
+
+    def _wants_statistics(self) -> bool:
+        """Return whether this step is measured: rarely, but early in a run a few times more.
+
+        No collective depends on it, so ranks may differ.
+        """
+        every = self._statistics_steps
+        if self.step % every and not (self.step < every and self.step.bit_count() == 1):
+            return False
+        elapsed = time.monotonic() - self._started
+        return self._statistics_seconds <= STATISTICS_SECONDS + STATISTICS_SHARE * elapsed
 
     def _close_bucket(self, step: _Step) -> None:
         """Count a finished bucket; the last one ends the step, before DDP can begin the next."""
@@ -377,6 +427,7 @@ class Pipeline:
 
     def _note_statistics(self, work: _Work, estimate: Estimate) -> None:
         assert work.corrected is not None
+        start = time.monotonic()
         corrected_sq = squared_norm(work.corrected)
         self._recorder.bucket_statistics(
             work.slot.index,
@@ -385,11 +436,16 @@ class Pipeline:
             self.residuals.squared_norm(work.slot),
             energy_curve(work.corrected),
         )
+        self._statistics_seconds += time.monotonic() - start
 
 
 def hook(state: Pipeline, bucket: GradBucket) -> Future[Tensor]:
     """Hand a bucket to the pipeline; this is what DDP registers."""
     return state.on_bucket(bucket)
+
+
+def _first(arrived: Future[list[Tensor]]) -> Tensor:
+    return arrived.value()[0]  # raises what the collective raised
 
 
 def _last(rounds: Rounds, reply: Tensor) -> Estimate:
