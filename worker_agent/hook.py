@@ -123,6 +123,9 @@ class Pipeline:
         self._divides = divides
         self._device = device
         self._seed = seed
+        self._asynchronous = dist.AllreduceOptions()
+        if hasattr(self._asynchronous, "asyncOp"):  # not in every torch that we accept
+            self._asynchronous.asyncOp = True
         self._thread: OrderedThread | None = communication_thread(device)
         self._current: _Step | None = None
         self._wire_free = 0.0
@@ -182,7 +185,8 @@ class Pipeline:
         assert request.payload.data_ptr() == buffer.data_ptr(), "a dense mean is made in place"
         self.wire_bytes += buffer.nbytes
         self.dense_bytes += work.slot.bucket.dense_bytes
-        pending = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
+        # The group's own method: what dist.all_reduce adds to it costs a third of the hook's time.
+        pending = self._group.allreduce([buffer], self._asynchronous).get_future()
         future: Future[Tensor]
         if not step.closed:
             with step.lock:
