@@ -1,0 +1,130 @@
+"""Joins what single ranks saw of the same collective.
+
+A rank's collective time includes waiting for the slowest peer. ``(step, bucket, round)`` name the
+same operation on all ranks: the minimum over ranks is transfer, the rest is straggling.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gradpilot.policies.base import Operation
+from gradpilot.protos.messages import WireSample
+
+PENDING = 4096
+"""Operations that may wait for further ranks at once."""
+
+KINDS = 32
+"""Kinds (collective, bytes, skip) that are remembered; the least recently seen goes first."""
+
+PER_KIND = 24
+"""Operations remembered of one kind, so that a frequent kind cannot push out a rare one."""
+
+MAX_AGE_SECONDS = 1800.0
+"""Older operations say nothing about the link of today."""
+
+_Key = tuple[int, int, int]
+_Kind = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class _Pending:
+    kind: _Kind
+    since: float
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    step: int
+    kind: _Kind
+    transfer: float
+    straggle: float
+    received: float
+
+
+class OperationJoiner:
+    """Recent collectives of one run, joined over ranks. Memory is bounded."""
+
+    def __init__(self) -> None:
+        self._pending: OrderedDict[_Key, _Pending] = OrderedDict()
+        self._done: OrderedDict[_Key, None] = OrderedDict()
+        self._joined: OrderedDict[_Kind, deque[_Joined]] = OrderedDict()
+
+    def add(self, rank: int, samples: Iterable[WireSample], now: float, expected: int) -> None:
+        """Take the samples of one rank.
+
+        Args:
+            rank: Who saw them.
+            samples: What it saw.
+            now: Monotonic seconds.
+            expected: Ranks that will report; an operation is complete when all have.
+        """
+        for sample in samples:
+            key = (sample.step, sample.bucket, sample.round)
+            if key in self._done:
+                continue
+            kind = (sample.collective, sample.bytes, sample.skip)
+            pending = self._pending.setdefault(key, _Pending(kind, now))
+            if pending.kind[::2] != kind[::2]:  # not the same operation after all
+                self._finish(key, None)
+                continue
+            pending.seconds[rank] = sample.seconds
+            if len(pending.seconds) >= expected:
+                self._finish(key, now)
+        while len(self._pending) > PENDING:
+            self._close_one(next(iter(self._pending)), now, expected)
+
+    def close(self, now: float, seconds: float, expected: int) -> None:
+        """Give up waiting for ranks that did not report within ``seconds``."""
+        for key, pending in list(self._pending.items()):
+            if now - pending.since < seconds:
+                break  # in order of arrival
+            self._close_one(key, now, expected)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._pending.clear()
+        self._done.clear()
+        self._joined.clear()
+
+    def recent(self, now: float) -> tuple[Operation, ...]:
+        """Return the joined operations, oldest first."""
+        kept = [j for kind in self._joined.values() for j in kind]
+        kept = [j for j in kept if now - j.received <= MAX_AGE_SECONDS]
+        kept.sort(key=lambda j: (j.received, j.step))
+        return tuple(
+            Operation(
+                step=j.step,
+                collective=j.kind[0],
+                bytes=j.kind[1],
+                skip=j.kind[2],
+                transfer_seconds=j.transfer,
+                straggle_seconds=j.straggle,
+                age_seconds=max(now - j.received, 0.0),
+            )
+            for j in kept
+        )
+
+    def _close_one(self, key: _Key, now: float, expected: int) -> None:
+        # The minimum over few ranks is mostly waiting, so at least half of them must have reported.
+        enough = 2 * len(self._pending[key].seconds) >= expected
+        self._finish(key, now if enough else None)
+
+    def _finish(self, key: _Key, received: float | None) -> None:
+        pending = self._pending.pop(key)
+        self._done[key] = None
+        if len(self._done) > 2 * PENDING:
+            self._done.popitem(last=False)
+        if received is None:
+            return
+        transfer = min(pending.seconds.values())
+        straggle = statistics.median(pending.seconds.values()) - transfer
+        kind = self._joined.setdefault(pending.kind, deque(maxlen=PER_KIND))
+        kind.append(_Joined(key[0], pending.kind, transfer, straggle, received))
+        self._joined.move_to_end(pending.kind)
+        if len(self._joined) > KINDS:
+            self._joined.popitem(last=False)
