@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import results_file
@@ -116,6 +117,7 @@ def _all_reduce(payload: torch.Tensor) -> Rounds:
 
 
 def _ring(rank: int, repeats: int) -> list[dict[str, Any]]:
+    assert dist.group.WORLD is not None
     wire = Wire(dist.group.WORLD)
     at = At(rank=rank, world_size=wire.world_size, step=0)
 
@@ -169,7 +171,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    store = TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rows = target(rank, count)
     close_all()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 TIMEOUT_SECONDS = 45.0
 
@@ -111,7 +112,7 @@ def _main(
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=30),

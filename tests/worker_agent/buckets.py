@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 
-class FakeBucket:
+class _FakeBucket:
     """A bucket over some parameters, laid out one after the other."""
 
     def __init__(
@@ -36,6 +38,13 @@ class FakeBucket:
             views.append(self._buffer[start : start + p.numel()].view(p.shape))
             start += p.numel()
         return views
+
+
+def fake_bucket(
+    parameters: Sequence[Tensor], index: int = 0, *, last: bool = True, gap: int = 0
+) -> GradBucket:
+    """Return what passes for a bucket of DDP's, whose own class cannot be made in Python."""
+    return cast(GradBucket, _FakeBucket(parameters, index, last=last, gap=gap))
 
 
 def named(sizes: Sequence[int]) -> dict[str, Tensor]:

@@ -3,13 +3,13 @@ from __future__ import annotations
 import torch
 
 from gradpilot.worker_agent.buckets import BucketTable
-from tests.worker_agent.buckets import FakeBucket, named
+from tests.worker_agent.buckets import fake_bucket, named
 
 
 def test_the_slot_tells_names_spans_and_shapes() -> None:
     parameters = {"w": torch.zeros(3, 4), "b": torch.zeros(4)}
     table = BucketTable(parameters.items())
-    slot = table.identify(FakeBucket([parameters["b"], parameters["w"]]))
+    slot = table.identify(fake_bucket([parameters["b"], parameters["w"]]))
     assert slot.names == ("b", "w")
     assert slot.spans == ((0, 4), (4, 12))
     assert slot.shapes == (torch.Size([4]), torch.Size([3, 4]))
@@ -20,9 +20,9 @@ def test_identity_is_made_of_parameters_not_of_the_index() -> None:
     parameters = named([5, 6, 7])
     p = list(parameters.values())
     table = BucketTable(parameters.items())
-    first = table.identify(FakeBucket([p[0], p[1]], index=0))
-    again = table.identify(FakeBucket([p[0], p[1]], index=3))
-    other = table.identify(FakeBucket([p[1], p[0]], index=0))
+    first = table.identify(fake_bucket([p[0], p[1]], index=0))
+    again = table.identify(fake_bucket([p[0], p[1]], index=3))
+    other = table.identify(fake_bucket([p[1], p[0]], index=0))
     assert first.key == again.key
     assert first.key != other.key
 
@@ -34,7 +34,7 @@ def test_a_changed_layout_is_noticed_at_the_end_of_its_step() -> None:
 
     def step(*groups: list[torch.Tensor]) -> bool:
         for index, group in enumerate(groups):
-            table.identify(FakeBucket(group, index, last=index == len(groups) - 1))
+            table.identify(fake_bucket(group, index, last=index == len(groups) - 1))
         return table.end_step()
 
     assert step([p[0]], [p[1], p[2]])
@@ -52,7 +52,7 @@ def test_two_ranks_with_equal_models_agree_on_the_digest() -> None:
     for _ in range(2):
         parameters = named([9, 2])
         table = BucketTable(parameters.items())
-        table.identify(FakeBucket(list(parameters.values())))
+        table.identify(fake_bucket(list(parameters.values())))
         table.end_step()
         assert table.layout is not None
         digests.add(table.layout.digest)

@@ -14,7 +14,7 @@ from gradpilot.worker_agent.catalog import (
     families,
 )
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, create
-from tests.worker_agent.buckets import FakeBucket, named
+from tests.worker_agent.buckets import fake_bucket, named
 
 N = 4
 
@@ -23,7 +23,7 @@ def _table() -> BucketTable:
     parameters = named([100_000, 300])
     table = BucketTable(parameters.items())
     for index, p in enumerate(parameters.values()):
-        table.identify(FakeBucket([p], index, last=index == 1))
+        table.identify(fake_bucket([p], index, last=index == 1))
     table.end_step()
     return table
 

@@ -11,7 +11,7 @@ from gradpilot.protos.messages import DENSE, Ack, Assignment, Option, Plan, Prob
 from gradpilot.worker_agent.agreement import Row, Verdict
 from gradpilot.worker_agent.buckets import BucketTable
 from gradpilot.worker_agent.coordinator import FIRST_INTERVAL, Coordinator
-from tests.worker_agent.buckets import FakeBucket, named
+from tests.worker_agent.buckets import fake_bucket, named
 
 TOPK = Option("topk", 0.1, "allgather")
 
@@ -55,7 +55,7 @@ def _table() -> BucketTable:
     parameters = named([10, 20])
     table = BucketTable(parameters.items())
     for index, p in enumerate(parameters.values()):
-        table.identify(FakeBucket([p], index, last=index == 1))
+        table.identify(fake_bucket([p], index, last=index == 1))
     table.end_step()
     return table
 
@@ -132,7 +132,7 @@ def test_a_new_layout_drops_the_held_plan_and_asks_for_a_new_catalog() -> None:
     coordinator.offer(_plan(table, 5))
     parameters = named([30])
     other = BucketTable(parameters.items())
-    other.identify(FakeBucket(list(parameters.values())))
+    other.identify(fake_bucket(list(parameters.values())))
     other.end_step()
     coordinator.end_step(10, other, layout_changed=True)
     assert agreement.rows[-1].held is None

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from gradpilot.worker_agent.buckets import BucketTable, Slot
 from gradpilot.worker_agent.error_feedback import ResidualStore
-from tests.worker_agent.buckets import FakeBucket, named
+from tests.worker_agent.buckets import fake_bucket, named
 
 
-def _slots(table: BucketTable, parameters: dict[str, torch.Tensor], order: Sequence[Sequence[int]]):
+def _slots(
+    table: BucketTable, parameters: dict[str, torch.Tensor], order: Sequence[Sequence[int]]
+) -> list[Slot]:
     """Lay the parameters out in buckets of these indices."""
     p = list(parameters.values())
-    slots = [table.identify(FakeBucket([p[i] for i in group], b)) for b, group in enumerate(order)]
+    slots = [table.identify(fake_bucket([p[i] for i in group], b)) for b, group in enumerate(order)]
     table.end_step()
     return slots
 

@@ -20,6 +20,11 @@ pytestmark = pytest.mark.processes
 SIZES = (1, 7, 4097)
 
 
+def _wire() -> Wire:
+    assert dist.group.WORLD is not None
+    return Wire(dist.group.WORLD)
+
+
 def _grad(rank: int, n: int) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(10 * n + rank))
 
@@ -36,7 +41,7 @@ def _plain(estimate: Estimate) -> list[torch.Tensor]:
 
 
 def _real(rank: int) -> list[list[torch.Tensor]]:
-    wire = Wire(dist.group.WORLD)
+    wire = _wire()
     results = []
     for option in OPTIONS:
         for n in SIZES:
@@ -74,7 +79,7 @@ def _ask(payload: torch.Tensor) -> Rounds:
 
 
 def _ring(rank: int) -> bool:
-    wire = Wire(dist.group.WORLD)
+    wire = _wire()
     world_size = wire.world_size
     for n in (1024, 5000):
         for skip in range(world_size):
@@ -99,7 +104,7 @@ def test_a_skipping_ring_is_an_all_reduce_of_masked_payloads(world_size: int) ->
 
 
 def _probe(rank: int) -> tuple[float, list[float]]:
-    wire = Wire(dist.group.WORLD)
+    wire = _wire()
     payload = torch.ones(1000)
     seconds = wire.probe(payload, step=3)
     return seconds, payload[:2].tolist()
