@@ -63,10 +63,11 @@ def _decide(inputs: Inputs) -> Outcome:
     reference = current
     if reference is None and not space.current_options:
         reference = _dense(space)
-    saving = float("nan")
+    saving, permitted = float("nan"), True
     if reference is not None and reference.valid[0]:
         saving = improvement(evaluation, choice, reference, inputs.settings)
-    verdict = judge(inputs, space.current_options, options, saving)
+        permitted = bool(allowed(reference, inputs.settings)[0])
+    verdict = judge(inputs, space.current_options, options, saving, permitted)
     chosen = space.candidate(evaluation, choice.index)
     return Outcome(
         outcome="switch" if verdict.switch else "keep",

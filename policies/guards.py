@@ -36,7 +36,11 @@ def sane(inputs: Inputs) -> str:
 
 
 def judge(
-    inputs: Inputs, current: tuple[Option, ...], chosen: tuple[Option, ...], gain: float
+    inputs: Inputs,
+    current: tuple[Option, ...],
+    chosen: tuple[Option, ...],
+    gain: float,
+    permitted: bool = True,
 ) -> Verdict:
     """Decide whether ``chosen`` replaces the plan in force.
 
@@ -45,6 +49,7 @@ def judge(
         current: Option per bucket in force; empty if there is no plan.
         chosen: Option per bucket wanted.
         gain: Predicted saving over the plan in force, a share; NaN if that cannot be predicted.
+        permitted: Whether the plan in force keeps the gain floor; if not, it must go at any cost.
     """
     settings = inputs.settings
     if not current:
@@ -56,6 +61,10 @@ def judge(
             False,
             f"only {inputs.steps_since_switch} of {settings.dwell_steps} steps since the last"
             " switch",
+        )
+    if not permitted:
+        return Verdict(
+            True, f"the plan in force is below the gain floor of {settings.gain_floor:g}"
         )
     if math.isnan(gain):
         return Verdict(True, "the plan in force cannot be predicted")

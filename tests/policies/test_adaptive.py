@@ -138,6 +138,20 @@ def test_many_bytes_prefer_reduce_and_latency_prefers_gather_on_gloo() -> None:
 # --- when not to switch --------------------------------------------------------------------------
 
 
+def test_a_plan_that_lost_its_gain_is_left() -> None:
+    # The residual has grown: what the plan in force keeps is a tenth of what was predicted.
+    current = wanted(mbit=20)
+    assert current.compressor == "topk"
+    lost = scenario.inputs(mbit=20, current=current, settings=PolicySettings(gain_floor=0.3))
+    lost = replace(lost, buckets=tuple(replace(b, gain=0.03) for b in lost.buckets))
+    outcome = decide(lost)
+    assert outcome.outcome == "switch"
+    assert "gain floor of 0.3" in outcome.reason
+    assert outcome.current is not None
+    assert outcome.chosen is not None
+    assert outcome.current.gain < 0.3 <= outcome.chosen.gain
+
+
 def test_hysteresis() -> None:
     best = wanted(mbit=100)
     near = replace(best, ratio=best.ratio * 1.02)

@@ -45,3 +45,11 @@ def test_judge(current: object, steps: int, gain: float, switch: bool, word: str
     verdict = judge(inputs, () if current is None else (current,), (BF16,), gain)  # type: ignore[arg-type]
     assert verdict.switch is switch
     assert word in verdict.reason
+
+
+@pytest.mark.parametrize(("steps", "switch"), [(19, False), (20, True)])
+def test_a_plan_below_the_floor_goes_at_any_cost(steps: int, switch: bool) -> None:
+    inputs = scenario.inputs(steps_since_switch=steps)
+    verdict = judge(inputs, (DENSE,), (BF16,), -0.5, permitted=False)
+    assert verdict.switch is switch
+    assert not switch or "gain floor" in verdict.reason

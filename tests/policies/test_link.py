@@ -188,6 +188,18 @@ def test_old_operations_are_dropped_after_a_step() -> None:
     assert changed_operations(before + after, N, "gloo", link) == pytest.approx(200, abs=3)
 
 
+def test_a_change_is_not_forgotten_while_few_newest_operations_agree() -> None:
+    # A decision soon after a change: its estimate fits the newest few, all others are older.
+    rng = np.random.default_rng(0)
+    sizes = (500, 4000)
+    old = noisy(rng, 1e-3, 1.6e-7, 100, noise=0.03, sizes=sizes, newest_age=2.0)
+    for newest in range(5, 14):
+        now = noisy(rng, 20e-3, 8e-9, newest, noise=0.03, sizes=sizes)
+        link = fit_link([*old, *now], N, previous=LinkEstimate(20e-3, 8e-9, separable=False))
+        assert link is not None
+        assert link.alpha_seconds == pytest.approx(20e-3, rel=0.1)
+
+
 def test_noise_raises_no_alarm() -> None:
     alarms = 0
     for seed in range(200):

@@ -92,7 +92,8 @@ class Compressor(ABC):
     Class attributes:
         name: Registered name.
         collectives: Values of ``Option.collective`` that can carry it.
-        lossless: Whether everything is always sent, so that no residual can arise.
+        lossless: Whether everything is always sent, so that no residual can arise. If it is also
+            ``single_round``, its payload without feedback must be the gradient's own storage.
         single_round: Whether it asks for exactly one all-reduce, so that the backend may carry
             several buckets at once without a communication thread.
         gain_model: See ``messages.Family``.
