@@ -2,9 +2,9 @@
 
     python -m bench.overhead [--output json] [--quick]
 
-* managed: the same model trained plainly and under a dense plan, in alternating blocks of steps of
-  one run, so that both meet the same machine. The ratio of a block is that of its median step
-  times.
+* managed: the same model trained plainly, under PyTorch's own Python hook that does nothing but
+  all-reduce, and under a dense plan, in alternating blocks of steps of one run, so that all meet the
+  same machine. The ratio of a block is that of its median step times.
 * ring: one all-reduce of a payload by the backend and by our ring with no step skipped,
   alternating.
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import results_file
@@ -42,7 +43,7 @@ SEED = 0
 WIDTH, LAYERS, BATCH = 512, 8, 64
 BUCKET_MB = 2.0
 BLOCK_STEPS = 12
-WARM_UP_STEPS = 12
+WARM_UP_STEPS = 24
 RING_MB = (1, 4, 16)
 TIMEOUT_SECONDS = 900.0
 
@@ -67,6 +68,10 @@ class _Job:
         self._optimizer = torch.optim.SGD(self._net.parameters(), lr=0.01, momentum=0.9)
         self._data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
 
+    def register(self, hook: Callable[..., Any]) -> None:
+        """Give the model a communication hook that is not ours."""
+        self._net.register_comm_hook(None, hook)
+
     def steps(self, count: int) -> list[float]:
         """Return the seconds of so many steps."""
         seconds = []
@@ -81,32 +86,34 @@ class _Job:
 
 
 def _managed(rank: int, blocks: int) -> list[dict[str, Any]]:
-    plain = _Job(rank, None)
     rows = []
     for label, controller in (("none", "off"), ("embedded", "")):
-        managed = _Job(rank, controller)
-        for job in (plain, managed):
+        plain, hooked, managed = _Job(rank, None), _Job(rank, None), _Job(rank, controller)
+        hooked.register(allreduce_hook)
+        jobs = {"plain": plain, "torch's allreduce_hook": hooked, "managed dense": managed}
+        for job in jobs.values():
             job.steps(WARM_UP_STEPS)
-        ratios, plain_seconds = [], []
+        medians: dict[str, list[float]] = {name: [] for name in jobs}
         for block in range(blocks):
-            pair = (plain, managed) if block % 2 == 0 else (managed, plain)
-            medians = {id(job): statistics.median(job.steps(BLOCK_STEPS)) for job in pair}
-            ratios.append(medians[id(managed)] / medians[id(plain)])
-            plain_seconds.append(medians[id(plain)])
+            names = list(jobs)
+            turn = block % len(names)
+            for name in names[turn:] + names[:turn]:
+                medians[name].append(statistics.median(jobs[name].steps(BLOCK_STEPS)))
         assert managed.handle is not None
         assert managed.handle.layout is not None
-        rows.append(
+        rows += [
             {
-                "case": "managed dense / plain",
+                "case": f"{name} / plain",
                 "controller": label,
                 "ranks": dist.get_world_size(),
                 "buckets": len(managed.handle.layout.buckets),
                 "elements": managed.handle.layout.elements,
                 "blocks": blocks,
-                "plain_step_ms": round(1e3 * statistics.median(plain_seconds), 3),
-                **_spread(ratios),
+                "plain_step_ms": round(1e3 * statistics.median(medians["plain"]), 3),
+                **_spread([a / b for a, b in zip(medians[name], medians["plain"], strict=True)]),
             }
-        )
+            for name in list(jobs)[1:]
+        ]
         managed.handle.detach()
     return rows
 
