@@ -3,8 +3,8 @@
     python -m bench.overhead [--output json] [--quick]
 
 * managed: the same model trained plainly, under PyTorch's own Python hook that does nothing but
-  all-reduce, and under a dense plan, in alternating blocks of steps of one run, so that all meet the
-  same machine. The ratio of a block is that of its median step times.
+  all-reduce, and under a dense plan, in alternating blocks of steps of one run, so that all meet
+  the same machine. The ratio of a block is that of its median step times.
 * ring: one all-reduce of a payload by the backend and by our ring with no step skipped,
   alternating.
 
