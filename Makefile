@@ -1,0 +1,80 @@
+# Every command sets up what it needs in .venv. PYTHON names the interpreter that .venv is made with.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+SECONDS_FOR_TESTS ?= 1500
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.run-installed
+DEV := $(VENV)/.dev-installed
+# Errors only: what pip warns of is about the machine's own settings.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint protos protos-check dashboards bench-overhead bench-solver clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
+		do printf 'make %-16s %s\n' "$$name" "$$text"; done
+
+install: $(DEV)  ## make .venv with everything for development, pinned
+
+demo: $(RUN)  ## train a small job on an emulated slow link and watch plans change
+	@$(BIN)/python -m gradpilot.demo
+
+# The outer limit ends a test that blocks where pytest-timeout cannot interrupt it.
+test: $(DEV)  ## run all tests; PYTEST_ARGS adds arguments
+	@timeout --kill-after=30 $(SECONDS_FOR_TESTS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV)  ## check style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases bench examples tests
+	$(BIN)/lint-imports
+
+protos:  ## generate protos/v1/*_pb2* from the .proto files
+	protos/generate.sh
+
+protos-check:  ## fail if the generated code is out of date
+	protos/generate.sh --check
+
+dashboards: $(DEV)  ## generate dashboard and PrometheusRule after a change of queries or rules
+	$(BIN)/python tests/deploy/tools.py
+	.venv-deploy/bin/python deploy/grafana/dashboard.py
+	$(BIN)/python deploy/kubernetes/monitoring/prometheusrule.py
+
+bench-overhead: $(DEV)  ## measure what the agent costs a step; writes bench/results/overhead.json
+	$(BIN)/python -m bench.overhead
+
+bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
+	$(BIN)/python -m bench.solver
+
+clean:  ## remove environments, caches and build outputs
+	rm -rf .venv .venv-deploy .venv-protos .venv-protos-runtimes build dist *.egg-info demo-report
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- environments ----------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+		sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11 or newer, {sys.executable} is {v}; name another: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# A stamp is touched last, so an interrupted installation is taken up again.
+$(RUN): requirements/torch.txt requirements/run.txt pyproject.toml | $(BIN)/python
+	@echo 'installing into $(VENV); the first time takes a minute or two' >&2
+	@$(PIP) install $(FROM) --requirement requirements/torch.txt
+	@$(PIP) install --requirement requirements/run.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): requirements/dev.txt $(RUN)
+	@$(PIP) install --requirement requirements/dev.txt
+	@$(PIP) check
+	@touch $@
