@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
+    add("health", _health, "ask whether the controller serves; exit code 0 or 1", operator)
     add("runs", _runs, "list runs", operator)
     add("run", _run, "show one run with its plan and newest decision", one_run)
     explain = add("explain", _explain, "say why a plan was chosen", one_run)
@@ -101,6 +102,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 # --- commands ----------------------------------------------------------------------------------
+
+
+def _health(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        healthy = client.healthy()
+    if arguments.output == "json":
+        print(f'{{"serving": {str(healthy).lower()}}}')
+    else:
+        print("serving" if healthy else "not serving")
+    return 0 if healthy else 1
 
 
 def _runs(arguments: argparse.Namespace) -> int:

@@ -59,6 +59,12 @@ class OperatorClient:
     ) -> None:
         self._channel.close()
 
+    def healthy(self) -> bool:
+        """Return whether the controller serves agents and operators; False while it drains."""
+        # The two bytes of the standard answer; its package would tie protobuf to the newest.
+        check: Any = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        return bool(self._call(check, b"") == b"\x08\x01")
+
     def runs(self) -> tuple[RunSummary, ...]:
         """Return all runs that the controller knows."""
         answer = self._call(self._stub.ListRuns, codec.list_runs_request())

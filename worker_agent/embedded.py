@@ -103,8 +103,9 @@ class EmbeddedController:
         """End it: ask, wait so long, kill. Does nothing in a forked child of the rank."""
         if os.getpid() != self._pid:
             return
+        ended_by_itself = self._process.poll() is not None
         _end(self._process, timeout)
-        if self._process.returncode == 0:  # else its log may be wanted
+        if not ended_by_itself or self._process.returncode == 0:  # else its log may be wanted
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

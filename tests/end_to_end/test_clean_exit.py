@@ -50,6 +50,11 @@ UNTIDY = """
 ddp = train()
 """
 
+IDLE = """
+import time
+time.sleep(5)  # a controller that has just been started may be too busy to end in good order
+"""
+
 RAISES = """
 ddp = train()
 raise ValueError("the script's own mistake")
@@ -84,7 +89,13 @@ def test_success_stays_success(tmp_path: Path, script: str, repetition: int) -> 
     ended = run(tmp_path, script)
     assert ended.code == 0, ended.err
     assert ended.left == ()
-    assert ended.folders == ()  # the embedded controller was stopped, not just left to itself
+
+
+def test_the_embedded_controller_is_told_to_end_and_cleans_up(tmp_path: Path) -> None:
+    """Though the wrapper's caller keeps no handle."""
+    ended = run(tmp_path, UNTIDY + IDLE)
+    assert ended.code == 0, ended.err
+    assert ended.folders == ()
 
 
 @repeated

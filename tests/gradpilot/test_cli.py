@@ -61,6 +61,14 @@ def _run(capsys: pytest.CaptureFixture[str], address: str, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def test_health_is_told_by_word_and_exit_code(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(capsys, address, "health") == "serving\n"
+    assert json.loads(_run(capsys, address, "health", "--output", "json")) == {"serving": True}
+    assert cli.main(["health", "--address", "127.0.0.1:9"]) == 1
+
+
 def test_runs_are_listed(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     header, row = _run(capsys, address, "runs").splitlines()
     assert header.split()[:3] == ["RUN", "MODEL", "STATE"]
