@@ -31,6 +31,10 @@ class OperatorError(GradpilotError):
     """The controller cannot be reached or refuses the order."""
 
 
+class NotThereError(OperatorError):
+    """The controller knows no such run, model or decision."""
+
+
 class OperatorClient:
     """Asks a controller about its runs and gives it orders; use as a context manager.
 
@@ -124,4 +128,5 @@ class OperatorClient:
                 f"no controller answers at {self._address} ({details}); name another one with"
                 " --address or GRADPILOT_CONTROLLER"
             )
-        return OperatorError(str(details))
+        kind = NotThereError if code is grpc.StatusCode.NOT_FOUND else OperatorError
+        return kind(str(details))

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradpilot.demo.data import Dataset, batches, load
 from gradpilot.demo.model import BUCKET_CAP_MB, accuracy, checksum, learning_rate, make_model
-from gradpilot.demo.operator import OperatorClient
+from gradpilot.demo.operator import decisions
 from gradpilot.demo.records import (
     KINDS,
     Accuracy,
@@ -38,7 +37,8 @@ from gradpilot.demo.records import (
     write_record,
 )
 from gradpilot.demo.wire import EmulatedWire
-from gradpilot.protos.messages import BF16
+from gradpilot.operate import OperatorError
+from gradpilot.protos.messages import BF16, RunRef
 from gradpilot.worker_agent.agent import Handle, attach, close_all
 from gradpilot.worker_agent.teardown import leave_process_group
 
@@ -212,11 +212,8 @@ class _Training:
         """Ask for them before the embedded controller ends with the handle."""
         if self._rank != 0 or not handle.controller:
             return ()
-        with (
-            contextlib.suppress(grpc.RpcError),
-            OperatorClient(handle.controller, handle.run, handle.model) as client,
-        ):
-            return tuple(client.decisions())
+        with contextlib.suppress(OperatorError):
+            return tuple(decisions(handle.controller, RunRef(handle.run, handle.model)))
         return ()
 
     def _tell(self, event: str, **fields: object) -> None:
