@@ -70,7 +70,7 @@ _LINKS = {
     "slow": (1e-3, 50e6),
     "high latency": (20e-3, 1e9),
 }
-_FULL = (("fast", 180), ("slow", 80), ("high latency", 40), ("fast", 260))
+_FULL = (("fast", 180), ("slow", 80), ("high latency", 40), ("fast", 420))
 _QUICK = (("fast", 50), ("slow", 30), ("high latency", 10), ("fast", 60))
 
 
