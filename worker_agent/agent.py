@@ -7,7 +7,6 @@ import collections
 import json
 import logging
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -55,7 +54,7 @@ MEET_SECONDS = 10.0
 STATE_VERSION = 1
 """Version of ``Handle.state_dict``; raised when an old reader could misread it."""
 
-_open: weakref.WeakSet[Handle] = weakref.WeakSet()
+_open: set[Handle] = set()
 
 
 class Handle:

@@ -33,7 +33,7 @@ def test_digits_are_real_and_split() -> None:
     digits = data.load("digits")
     assert len(digits.train_x) + len(digits.test_x) == 1797
     assert digits.features == 64
-    assert digits.train_y.unique().tolist() == list(range(10))
+    assert digits.train_y.unique().tolist() == list(range(10))  # type: ignore[no-untyped-call]
     assert -1 <= digits.train_x.min() < digits.train_x.max() <= 1
     again = data.load("digits")
     assert torch.equal(digits.train_x, again.train_x)
