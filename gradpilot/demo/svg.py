@@ -10,6 +10,10 @@ WIDTH = 860.0
 """Width of a chart in its own units; the page scales it."""
 
 
+_LOG_STEPS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
+"""Ticks within a decade, from few to many; the first that gives three is taken."""
+
+
 class Scale:
     """Maps values to positions, linearly or by logarithm.
 
@@ -53,10 +57,13 @@ class Scale:
         """Return round values inside the scale."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            few = self.high < 300 * self.low
-            steps = (1.0, 2.0, 5.0) if few else (1.0,)
-            every = [m * 10.0**d for d in decades for m in steps]
-            return [v for v in every if self.low <= v <= self.high]
+            inside: list[float] = []
+            for steps in _LOG_STEPS:
+                every = [m * 10.0**d for d in decades for m in steps]
+                inside = [v for v in every if self.low <= v <= self.high]
+                if len(inside) >= 3:
+                    break
+            return inside
         rough = (self.high - self.low) / wanted
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(m * unit for m in (1.0, 2.0, 5.0, 10.0) if m * unit >= rough)

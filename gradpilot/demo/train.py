@@ -50,6 +50,9 @@ PEAK_RATE = {"digits": 0.1, "fashion-mnist": 0.1}
 CHECK_STEPS = 20
 """Steps between two checksums of the parameters."""
 
+EVALUATE_STEPS = 40
+"""Steps between two evaluations, for which all ranks wait: on Fashion-MNIST half a second each."""
+
 TELL_SECONDS = 0.5
 """Time between two events."""
 
@@ -173,9 +176,9 @@ class _Training:
             self._switches.append(Switch(step, plan.id, options))
         if last or step % CHECK_STEPS == CHECK_STEPS - 1:
             self._checksums.append(Checksum(step, checksum(model)))
-            if self._rank == 0:
-                hits = accuracy(model, self._dataset.test_x, self._dataset.test_y)
-                self._accuracy.append(Accuracy(step, sum(self._seconds), hits))
+        if self._rank == 0 and (last or step % EVALUATE_STEPS == EVALUATE_STEPS - 1):
+            hits = accuracy(model, self._dataset.test_x, self._dataset.test_y)
+            self._accuracy.append(Accuracy(step, sum(self._seconds), hits))
         if last or time.monotonic() - self._told >= TELL_SECONDS:
             self._told = time.monotonic()
             self._tell(

@@ -31,6 +31,11 @@ def test_what_cannot_be_drawn_is_left_out() -> None:
     assert Scale([], 0.0, 1.0)(5.0) <= 1.0
 
 
+@pytest.mark.parametrize(("low", "high"), [(13.0, 35.0), (20.0, 1200.0), (0.1, 30.0), (1.0, 1e6)])
+def test_a_logarithmic_axis_has_enough_ticks(low: float, high: float) -> None:
+    assert 3 <= len(Scale([low, high], 0.0, 1.0, log=True).ticks()) <= 9
+
+
 def test_a_zero_scale_begins_at_zero() -> None:
     assert Scale([3.0, 9.0], 0.0, 90.0, zero=True)(0.0) == 0.0
 
