@@ -83,7 +83,7 @@ class PolicyConfig(BaseModel):
         default=(0.4, 0.2, 0.4),
         description="of statistical loss, compression, synchronisation (weighted)",
     )
-    gain_floor: float = Field(default=0.02, ge=0, le=1, description="least expected gain, [0, 1]")
+    gain_floor: float = Field(default=0.3, ge=0, le=1, description="least expected gain, [0, 1]")
     min_improvement: float = Field(
         default=0.05, ge=0, lt=1, description="a switch must cut the predicted cost by this share"
     )

@@ -72,7 +72,9 @@ class PolicySettings:
     Attributes:
         choice: ``tta`` (least predicted time to accuracy), ``knee`` or ``weighted``.
         weights: Weights of statistical loss, compression and synchronisation time (``weighted``).
-        gain_floor: Least expected gain over the whole gradient, [0, 1].
+        gain_floor: Least expected gain over the whole gradient, [0, 1]. The default is careful:
+            efficiency as a power of gain is too kind to very small gains, and the residual that
+            builds up under them makes the measured gain smaller than the predicted one.
         min_improvement: A switch must cut the predicted cost by this share, such as 0.05.
         dwell_steps: Least number of steps between two switches.
         interval: Decision step N of the plans made.
@@ -84,7 +86,7 @@ class PolicySettings:
 
     choice: str = "tta"
     weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
-    gain_floor: float = 0.02
+    gain_floor: float = 0.3
     min_improvement: float = 0.05
     dwell_steps: int = 20
     interval: int = 50
