@@ -25,8 +25,22 @@ ENERGY_RATIOS: tuple[float, ...] = (
 )  # fmt: skip
 """Kept fractions at which every energy curve is reported, ascending."""
 
-COLLECTIVES: tuple[str, ...] = ("all_reduce", "all_gather", "broadcast", "ring")
-"""Operations that are timed: gloo's or NCCL's own three, and our ring all-reduce."""
+CARRIERS: tuple[str, ...] = (
+    "native", "ring", "halving_doubling", "tree", "allgather", "alltoall", "hierarchical",
+)  # fmt: skip
+"""Values of ``Option.collective``; plug-ins may add names of their own."""
+
+UNSKIPPABLE: tuple[str, ...] = ("native", "allgather", "alltoall", "hierarchical")
+"""Carriers whose steps are not ours to leave out."""
+
+COLLECTIVES: tuple[str, ...] = (
+    "all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
+    "ring", "halving_doubling", "tree",
+)  # fmt: skip
+"""Operations that are timed: the backend's own five, and our all-reduces."""
+
+REQUESTS: tuple[str, ...] = COLLECTIVES[:5]
+"""What a compressor can ask for."""
 
 
 # --- options and plans -------------------------------------------------------------------------
@@ -47,11 +61,16 @@ class Option:
     Attributes:
         compressor: Registered name of the compressor.
         ratio: Kept fraction of elements, (0, 1]; 1 for compressors that keep all.
-        collective: Who carries the payloads: ``native`` (the backend's all-reduce), ``ring`` (our
-            all-reduce, the only one that can skip) or ``allgather``.
-        skip: Reduce-scatter steps left out of the ring, 0 .. world size - 1. 0 unless ``ring``.
-        rotation: ``random`` (slices rotate with the step) or ``static``; used when ``skip`` > 0.
-        divisor: ``skip`` divides by the world size N, ``drop`` by the N - skip contributions.
+        collective: Who carries the payloads: ``native`` (the backend's all-reduce), one of our own
+            all-reduces, which can skip (``ring``, ``halving_doubling``, ``tree``, or that of a
+            plug-in), ``allgather``, ``alltoall`` (two-stage exchange) or ``hierarchical`` (dense
+            inside a node, the compressor across nodes).
+        skip: Reduce steps left out of our own all-reduce; of the ring, 0 .. world size - 1.
+        rotation: ``random`` (roles rotate with the step) or ``static``; used when ``skip`` > 0.
+        divisor: ``skip`` divides by the world size N, ``drop`` by the number of contributions,
+            ``shrink`` like ``drop`` and then times ``shrink``.
+        shrink: Factor (0, 1] of divisor ``shrink``: the best one is q / (q + 1 / contributions)
+            for a signal-to-noise ratio q of one rank's gradient.
         skip_feedback: Keep what a skipped step omitted as residual. Off by default: the published
             method has none, and plain addition of stale slices cost accuracy when it was tried.
         settings: Further settings of the compressor, sorted by name.
@@ -65,11 +84,15 @@ class Option:
     divisor: str = "skip"
     skip_feedback: bool = False
     settings: tuple[Setting, ...] = ()
+    shrink: float = 1.0
 
     @property
     def label(self) -> str:
         """Return a short name for people, metrics and logs: ``artopk[star] 1% native``."""
-        inner = ",".join(s.value for s in self.settings)
+        if len(self.settings) == 1:
+            inner = self.settings[0].value
+        else:
+            inner = ",".join(f"{s.name}={s.value}" for s in self.settings)
         parts = [f"{self.compressor}[{inner}]" if inner else self.compressor]
         if self.ratio < 1.0:
             parts.append(f"{100 * self.ratio:.3g}%")
@@ -84,6 +107,11 @@ class Option:
         return (self.compressor, self.settings)
 
 
+def is_carrier(name: str) -> bool:
+    """Return whether ``name`` can be a value of ``Option.collective``."""
+    return 0 < len(name) <= 32 and all("a" <= letter <= "z" or letter == "_" for letter in name)
+
+
 def check_option(option: Option, world_size: int) -> None:
     """Check everything that can be known without the registries.
 
@@ -92,21 +120,27 @@ def check_option(option: Option, world_size: int) -> None:
     """
     if not (0.0 < option.ratio <= 1.0):  # also catches NaN
         raise ConfigError(f"option ratio must lie in (0, 1], got {option.ratio!r}")
-    if option.collective not in ("native", "ring", "allgather"):
+    if not is_carrier(option.collective):
         raise ConfigError(
-            f"option collective must be native, ring or allgather, got {option.collective!r}"
+            f"option collective must be one of {', '.join(CARRIERS)} or the name of a plug-in"
+            f" (a to z and _), got {option.collective!r}"
         )
     if not (0 <= option.skip <= max(world_size - 1, 0)):
         raise ConfigError(
             f"option skip must lie in 0..{max(world_size - 1, 0)} for {world_size} ranks,"
             f" got {option.skip}"
         )
-    if option.skip and option.collective != "ring":
-        raise ConfigError(f"skip={option.skip} needs collective ring, got {option.collective!r}")
+    if option.skip and option.collective in UNSKIPPABLE:
+        raise ConfigError(
+            f"skip={option.skip} needs an all-reduce of our own such as ring,"
+            f" got {option.collective!r}"
+        )
     if option.rotation not in ("random", "static"):
         raise ConfigError(f"option rotation must be random or static, got {option.rotation!r}")
-    if option.divisor not in ("skip", "drop"):
-        raise ConfigError(f"option divisor must be skip or drop, got {option.divisor!r}")
+    if option.divisor not in ("skip", "drop", "shrink"):
+        raise ConfigError(f"option divisor must be skip, drop or shrink, got {option.divisor!r}")
+    if not (0.0 < option.shrink <= 1.0):
+        raise ConfigError(f"option shrink must lie in (0, 1], got {option.shrink!r}")
 
 
 DENSE = Option()
@@ -218,9 +252,9 @@ class WireRound:
     """One round of a compressor on one bucket: what is handed to a collective.
 
     Attributes:
-        collective: ``all_reduce``, ``all_gather`` or ``broadcast``.
+        collective: One of ``REQUESTS``.
         bytes: Payload bytes that one rank hands in.
-        skippable: Whether an all-reduce of this round may leave out ring steps.
+        skippable: Whether an all-reduce of this round may leave out steps.
     """
 
     collective: str

@@ -52,4 +52,5 @@ _OPTION_FIELDS: dict[str, Callable[[str], object]] = {
     "rotation": str,
     "divisor": str,
     "skip_feedback": _boolean,
+    "shrink": float,
 }

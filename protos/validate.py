@@ -16,6 +16,7 @@ from gradpilot.protos.messages import (
     COLLECTIVES,
     ENERGY_RATIOS,
     PROTOCOL_VERSION,
+    REQUESTS,
     Ack,
     BucketReport,
     Catalog,
@@ -35,6 +36,7 @@ from gradpilot.protos.messages import (
     Welcome,
     WireSample,
     check_option,
+    is_carrier,
 )
 
 MAX_SECONDS = 7 * 86400.0
@@ -253,7 +255,9 @@ def _family(path: str, family: Family, buckets: int) -> None:
     if not family.collectives:
         raise _wrong(f"{path}.collectives", "at least one collective", family.collectives)
     for i, collective in enumerate(family.collectives):
-        _one_of(f"{path}.collectives[{i}]", collective, ("native", "ring", "allgather"))
+        if not is_carrier(collective):
+            where = f"{path}.collectives[{i}]"
+            raise _wrong(where, "a name of letters a to z and _, at most 32", collective)
     _one_of(f"{path}.gain_model", family.gain_model, ("energy", "ratio", "constant"))
     _number(f"{path}.gain_factor", family.gain_factor, 0.0, math.inf)
     _number(f"{path}.efficiency_exponent", family.efficiency_exponent, 0.0, math.inf)
@@ -267,7 +271,7 @@ def _family(path: str, family: Family, buckets: int) -> None:
         for j, bucket in enumerate(point.buckets):
             for k, round_ in enumerate(bucket.rounds):
                 at = f"{where}.buckets[{j}].rounds[{k}]"
-                _one_of(f"{at}.collective", round_.collective, COLLECTIVES[:3])
+                _one_of(f"{at}.collective", round_.collective, REQUESTS)
                 _whole(f"{at}.bytes", round_.bytes, 0, MAX_PAYLOAD_BYTES)
     ratios = [point.ratio for point in family.ladder]
     if ratios != sorted(set(ratios)):

@@ -51,7 +51,7 @@ CHILD_SECONDS = 0.9
 MEET_SECONDS = 10.0
 """How much longer than a controller may take to start the other ranks wait for the first."""
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Version of ``Handle.state_dict``; raised when an old reader could misread it."""
 
 _open: set[Handle] = set()
@@ -133,6 +133,7 @@ class Handle:
             "step": self._pipeline.step,
             "plan": to_json(self.plan),
             "residuals": self._pipeline.residuals.state_dict(),
+            "memories": self._pipeline.memories.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,6 +155,7 @@ class Handle:
         if state["world_size"] == self._pipeline.world_size:
             self._coordinator.restore(plan)
             self._pipeline.residuals.load_state_dict(state["residuals"])
+            self._pipeline.memories.load_state_dict(state["memories"])
             return
         self._pipeline.residuals.resets += len(state["residuals"])
         log.warning(

@@ -19,8 +19,8 @@ from gradpilot.protos.messages import (
 )
 from gradpilot.worker_agent.buckets import Slot
 from gradpilot.worker_agent.collectives.base import AllGather
-from gradpilot.worker_agent.collectives.ring import min_skip_elements
-from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, subtract_sent_
+from gradpilot.worker_agent.collectives.skipping import min_skip_elements
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, leave_residual_
 
 CALIBRATION_ELEMENTS = (1 << 14, 1 << 19)
 """Sizes at which compressors are timed at attach; costs in between interpolate."""
@@ -111,7 +111,7 @@ def _dry_run(compressor: Compressor, grad: Tensor, world_size: int) -> tuple[flo
             request = rounds.send(reply)
     except StopIteration as stop:
         if feedback:
-            subtract_sent_(work, stop.value.sent)
+            leave_residual_(work, stop.value)
         return compress, _now(grad) - mark
 
 

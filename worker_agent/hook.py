@@ -26,9 +26,10 @@ from torch.futures import Future
 from gradpilot.protos.messages import ProbeRequest, Report, WireSample
 from gradpilot.worker_agent.buckets import BucketTable, Slot
 from gradpilot.worker_agent.collectives.base import AllReduce
-from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, subtract_sent_
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
 from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.error_feedback import ResidualStore
+from gradpilot.worker_agent.memory import MemoryStore
 from gradpilot.worker_agent.plan import ActivePlan, Given
 from gradpilot.worker_agent.reporting import WindowRecorder
 from gradpilot.worker_agent.statistics import energy_curve, gain, squared_norm
@@ -109,6 +110,7 @@ class Pipeline:
         statistics_steps: int = 50,
     ) -> None:
         self.residuals = ResidualStore()
+        self.memories = MemoryStore()
         self.step = 0
         self.nonfinite_steps = 0
         self.wire_bytes = 0
@@ -295,10 +297,11 @@ class Pipeline:
         start = time.monotonic()
         if work.given.feedback:
             assert work.corrected is not None
-            subtract_sent_(work.corrected, estimate.sent)
+            leave_residual_(work.corrected, estimate)
             self.residuals.stage(slot, work.corrected)
         elif slot in self.residuals:
             self.residuals.stage(slot, None)
+        self.memories.stage(slot.key, work.given.owner, estimate.memory)
         if step.guarded and not _is_finite(estimate.mean):
             step.finite = False
         if estimate.mean.data_ptr() != work.buffer.data_ptr():
@@ -317,6 +320,7 @@ class Pipeline:
             shapes=work.slot.shapes,
             divide=work.divide,
             feedback=work.given.feedback,
+            memory=self.memories.recall(work.slot.key, work.given.owner),
         )
 
     # --- steps ---------------------------------------------------------------------------------
@@ -329,7 +333,7 @@ class Pipeline:
         self._report(self._recorder.set_plan(plan.plan.key))
         self._recorder.begin_step(self.step, time.monotonic())
         sampled = self._wants_statistics()
-        guarded = plan.feedback or self.residuals.elements > 0
+        guarded = plan.feedback or self.residuals.elements > 0 or bool(self.memories)
         self._current = _Step(
             number=self.step,
             plan=plan,
@@ -358,12 +362,15 @@ class Pipeline:
                 return
         if step.finite:
             self.residuals.commit()
+            self.memories.commit()
         else:
             self.residuals.discard()
+            self.memories.discard()
             self.nonfinite_steps += 1
         changed = self._buckets.end_step()
         if changed:
             self.residuals.keep_only(self._buckets.slots)
+            self.memories.keep_only(slot.key for slot in self._buckets.slots)
         self._report(self._recorder.end_step(step.last_ready, time.monotonic()))
         if changed:
             assert self._buckets.layout is not None

@@ -8,6 +8,7 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import BF16, Option, Plan, check_option
 from gradpilot.worker_agent.collectives.base import SCHEDULES
 from gradpilot.worker_agent.compressors.base import Compressor, create
+from gradpilot.worker_agent.memory import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,13 @@ class Given:
         option: The option.
         compressor: Made from it.
         feedback: Whether a residual is kept: always, but for what is sent whole.
+        owner: Who may read what the compressor remembers of a bucket.
     """
 
     option: Option
     compressor: Compressor
     feedback: bool
+    owner: str
 
 
 def compile_option(option: Option, world_size: int) -> Given:
@@ -32,11 +35,18 @@ def compile_option(option: Option, world_size: int) -> Given:
         ConfigError: The option cannot be used here; the message says why.
     """
     check_option(option, world_size)
-    if option.collective not in ("native", "allgather") and option.collective not in SCHEDULES:
-        SCHEDULES.get(option.collective)
     compressor = create(option)
+    compressor.check(world_size, option.collective)
+    if option.skip:
+        most = SCHEDULES.get(option.collective).most_skipped(world_size)
+        if option.skip > most:
+            raise ConfigError(
+                f"{option.collective} can skip at most {most} steps with {world_size} ranks,"
+                f" got {option.skip}"
+            )
     keeps_omitted = option.skip > 0 and option.skip_feedback
-    return Given(option, compressor, keeps_omitted or not compressor.lossless)
+    feedback = keeps_omitted or not compressor.lossless
+    return Given(option, compressor, feedback, owner_of(option))
 
 
 class ActivePlan:

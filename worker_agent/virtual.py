@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +22,23 @@ from gradpilot.protos.messages import DENSE, Option, WireRound
 from gradpilot.worker_agent.collectives.base import (
     AllGather,
     AllReduce,
+    AllToAll,
     Broadcast,
     Collective,
+    ReduceScatter,
     Schedule,
+    Step,
 )
-from gradpilot.worker_agent.collectives.ring import plan_ring, settle_ring
+from gradpilot.worker_agent.collectives.reduction import SUM, Reduction
+from gradpilot.worker_agent.collectives.skipping import backend_carries, schedule_for, settle
 from gradpilot.worker_agent.compressors.base import (
+    NOTHING,
     At,
     Compressor,
     Estimate,
     Rounds,
     create,
-    subtract_sent_,
+    leave_residual_,
 )
 
 
@@ -45,11 +50,13 @@ class VirtualStep:
         estimates: What the compressor ended with.
         residuals: New residuals, n elements each; the old ones if the mean is not finite.
         wire: Payload that one rank handed in, by round.
+        memories: What the compressor remembers; the old ones if the mean is not finite.
     """
 
     estimates: list[Estimate]
     residuals: list[Tensor]
     wire: tuple[WireRound, ...]
+    memories: list[Mapping[str, Tensor]]
 
     @property
     def mean(self) -> Tensor:
@@ -101,6 +108,7 @@ def virtual_step(
     seed: int = 0,
     shapes: tuple[torch.Size, ...] = (),
     compressor: Compressor | None = None,
+    memories: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> VirtualStep:
     """Do on N virtual ranks what the hook does with one bucket, error feedback included.
 
@@ -113,6 +121,7 @@ def virtual_step(
         seed: See ``At``.
         shapes: See ``At``.
         compressor: Used instead of the one that ``option`` names.
+        memories: ``VirtualStep.memories`` of the step before, of the same compressor.
 
     Raises:
         ConfigError: The option cannot be used.
@@ -124,15 +133,20 @@ def virtual_step(
     for c in corrected:
         if not bool(c.isfinite().all()):
             c.fill_(torch.nan)
-    ats = [At(rank, len(grads), step, bucket, seed, shapes) for rank in range(len(grads))]
+    known = list(memories) if memories is not None else [NOTHING] * len(grads)
+    ats = [
+        At(rank, len(grads), step, bucket, seed, shapes, memory=known[rank])
+        for rank in range(len(grads))
+    ]
     log: list[WireRound] = []
     rounds = [compressor.rounds(c, at) for c, at in zip(corrected, ats, strict=True)]
     estimates = run_lockstep(rounds, ats, option, log=log)
     if bool(estimates[0].mean.isfinite().all()):
-        after = [subtract_sent_(c, e.sent) for c, e in zip(corrected, estimates, strict=True)]
+        after = [leave_residual_(c, e) for c, e in zip(corrected, estimates, strict=True)]
+        known = [e.memory for e in estimates]
     else:
         after = list(before)
-    return VirtualStep(estimates, after, tuple(log))
+    return VirtualStep(estimates, after, tuple(log), known)
 
 
 def _advance(rounds: Rounds, reply: Tensor | None) -> Collective | Estimate:
@@ -152,6 +166,8 @@ def _description(answer: Collective | Estimate) -> str:
         words += f" from rank {answer.source}"
     if isinstance(answer, AllReduce) and not answer.skippable:
         words += " (not skippable)"
+    if isinstance(answer, AllReduce) and answer.reduction is not SUM:
+        words += f" by {answer.reduction.name}"
     return words
 
 
@@ -179,29 +195,43 @@ def _carry_out(
     if isinstance(first, Broadcast):
         source = payloads[first.source].clone()
         return [payload.copy_(source) for payload in payloads]
-    if option.collective in ("native", "allgather"):
-        total = payloads[0].clone()
-        for payload in payloads[1:]:
-            total.add_(payload)
-        return [payload.copy_(total) for payload in payloads]
+    if isinstance(first, AllToAll):
+        parts = torch.stack(payloads).view(len(payloads), len(payloads), -1)
+        return [parts[:, rank].clone() for rank in range(len(payloads))]
+    if isinstance(first, ReduceScatter):
+        summed = _in_rank_order(payloads, SUM).view(len(payloads), -1)
+        return [summed[rank].clone() for rank in range(len(payloads))]
     reduces = [request for request in requests if isinstance(request, AllReduce)]
-    schedules = [plan_ring(option, at, r) for at, r in zip(ats, reduces, strict=True)]
-    run_schedules(payloads, schedules)
-    return [settle_ring(option, s, r) for s, r in zip(schedules, reduces, strict=True)]
+    if backend_carries(option, reduces[0]):
+        total = _in_rank_order(payloads, reduces[0].reduction)
+        return [payload.copy_(total) for payload in payloads]
+    schedules = [schedule_for(option, at, r) for at, r in zip(ats, reduces, strict=True)]
+    run_schedules(payloads, schedules, reduces[0].reduction)
+    return [settle(option, at, s, r) for at, s, r in zip(ats, schedules, reduces, strict=True)]
 
 
-def run_schedules(payloads: Sequence[Tensor], schedules: Sequence[Schedule]) -> None:
+def _in_rank_order(payloads: Sequence[Tensor], reduction: Reduction) -> Tensor:
+    total = payloads[0].clone()
+    for payload in payloads[1:]:
+        reduction.combine_(total, payload)
+    return total
+
+
+def run_schedules(
+    payloads: Sequence[Tensor], schedules: Sequence[Schedule], reduction: Reduction = SUM
+) -> None:
     """Carry out the schedules of all ranks on their payloads, in place.
 
-    All ranks do a step at once, as one indexed addition over a ``(N, slices, length)`` tensor; the
-    order of additions to an element is that of the schedule.
+    All ranks do a step at once, over a ``(N, slices, length)`` tensor; the order of combinations of
+    an element is that of the schedule.
 
     Args:
         payloads: Payload of every rank, same numel and dtype.
         schedules: Schedule of every rank.
+        reduction: How payloads combine.
 
     Raises:
-        ProtocolError: A rank expects a slice that its source does not send then.
+        ProtocolError: A rank expects slices that its source does not send then.
     """
     n, slices = payloads[0].numel(), schedules[0].slices
     length = -(-n // slices)  # as ``slice_bounds`` cuts; padding stays zero
@@ -209,21 +239,45 @@ def run_schedules(payloads: Sequence[Tensor], schedules: Sequence[Schedule]) -> 
     for rank, payload in enumerate(payloads):
         held[rank, :n] = payload
     held = held.view(len(payloads), slices, length)
-    ranks = torch.arange(len(payloads))
     for steps in zip(*(schedule.steps for schedule in schedules), strict=True):
-        for rank, step in enumerate(steps):
-            peer = steps[step.source]
-            if (peer.to, peer.send) != (rank, step.receive) or step.accumulate != peer.accumulate:
-                raise ProtocolError(
-                    f"rank {rank} expects slice {step.receive} from rank {step.source},"
-                    f" which sends slice {peer.send} to rank {peer.to}"
-                )
-        sources = torch.tensor([step.source for step in steps])
-        incoming = held[sources, torch.tensor([steps[step.source].send for step in steps])]
-        targets = torch.tensor([step.receive for step in steps])
-        if steps[0].accumulate:
-            incoming += held[ranks, targets]
-        held[ranks, targets] = incoming
+        _do_step(held, steps, reduction)
     held = held.view(len(payloads), -1)
     for rank, payload in enumerate(payloads):
         payload.copy_(held[rank, :n])
+
+
+def _do_step(held: Tensor, steps: Sequence[Step], reduction: Reduction) -> None:
+    """Do one step of all ranks: everything is read before anything is written."""
+    # Index lists over (rank, slice); ranks of one step may move different numbers of slices.
+    sources: list[int] = []
+    sent: list[int] = []
+    targets: list[int] = []
+    received: list[int] = []
+    accumulate = [step.accumulate for step in steps if step.receive]
+    for rank, step in enumerate(steps):
+        if not step.receive:
+            continue
+        peer = steps[step.source]
+        if (peer.to, peer.send) != (rank, step.receive):
+            raise ProtocolError(
+                f"rank {rank} expects slices {step.receive} from rank {step.source},"
+                f" which sends slices {peer.send} to rank {peer.to}"
+            )
+        sources += [step.source] * len(peer.send)
+        sent += peer.send
+        targets += [rank] * len(step.receive)
+        received += step.receive
+    expected = sum(len(step.send) for step in steps)
+    if len(sources) != expected:
+        raise ProtocolError(f"{expected} slices are sent in a step, but {len(sources)} received")
+    if not sources:
+        return
+    if len(set(accumulate)) > 1:
+        raise ProtocolError("some ranks reduce in a step in which others gather")
+    incoming = held[torch.tensor(sources), torch.tensor(sent)]
+    where = (torch.tensor(targets), torch.tensor(received))
+    if accumulate[0]:
+        # The own part first: the order in which a real rank combines.
+        held[where] = reduction.combine_(held[where], incoming)
+    else:
+        held[where] = incoming

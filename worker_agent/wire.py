@@ -16,19 +16,23 @@ from torch import Tensor
 
 from gradpilot.protos.messages import Option
 from gradpilot.worker_agent.collectives.base import (
+    SCHEDULES,
     AllGather,
     AllReduce,
+    AllToAll,
     Broadcast,
     Collective,
-    Schedule,
-    slice_bounds,
+    ReduceScatter,
 )
-from gradpilot.worker_agent.collectives.ring import plan_ring, settle_ring
+from gradpilot.worker_agent.collectives.reduction import MAX
+from gradpilot.worker_agent.collectives.skipping import backend_carries, schedule_for, settle
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.peers import run_steps
 from gradpilot.worker_agent.threads import OrderedThread
 
-# torch 2.13 calls it by another name and warns of the old one; older ones know only that.
+# torch 2.13 calls them by other names and warns of the old ones; older ones know only those.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Stamp:
     Attributes:
         collective: One of ``messages.COLLECTIVES``.
         bytes: Payload bytes that this rank handed in.
-        skip: Ring steps left out.
+        skip: Steps of our own all-reduce left out.
         seconds: From handing in to having the reply.
     """
 
@@ -125,10 +129,12 @@ class Wire:
         start = time.monotonic()
         size = request.payload.nbytes
         kind, skip = request.kind, 0
-        if isinstance(request, AllReduce) and option.collective != "native":
-            schedule = plan_ring(option, at, request)
-            kind, skip = option.collective, self.world_size - schedule.contributions
-            reply = self._scheduled(request, schedule, option)
+        if isinstance(request, AllReduce) and not backend_carries(option, request):
+            schedule = schedule_for(option, at, request)
+            kind = option.collective if option.collective in SCHEDULES else "ring"
+            skip = option.skip if schedule.omitted else 0
+            run_steps(self.group, request.payload, schedule, request.reduction, self._preposts)
+            reply = settle(option, at, schedule, request)
         else:
             reply = self._native(request)
         self._settle(kind, size, skip, at)
@@ -139,82 +145,24 @@ class Wire:
     def _native(self, request: Collective) -> Tensor:
         payload = request.payload
         if isinstance(request, AllReduce):
-            dist.all_reduce(payload, group=self.group)
+            operation = dist.ReduceOp.MAX if request.reduction is MAX else dist.ReduceOp.SUM
+            dist.all_reduce(payload, operation, group=self.group)
             return payload
         if isinstance(request, AllGather):
             gathered = payload.new_empty(self.world_size * payload.numel())
             all_gather_flat(gathered, payload, group=self.group)
             return gathered.view(self.world_size, payload.numel())
-        assert isinstance(request, Broadcast)
-        dist.broadcast(payload, group=self.group, group_src=request.source)
-        return payload
-
-    def _scheduled(self, request: AllReduce, schedule: Schedule, option: Option) -> Tensor:
-        payload = request.payload
-        bounds = slice_bounds(payload.numel(), schedule.slices)
-        if self._preposts:
-            self._steps_preposted(payload, schedule, bounds)
-        else:
-            self._steps_paired(payload, schedule, bounds)
-        return settle_ring(option, schedule, request)
-
-    def _steps_preposted(
-        self, payload: Tensor, schedule: Schedule, bounds: tuple[slice, ...]
-    ) -> None:
-        """Post all receives first: gloo then needs no round trip to announce each of them.
-
-        A gathered slice may be received in place: its owner sends it only after this rank's own
-        contribution, if any, has been received by its neighbour.
-        """
-        length = bounds[0].stop - bounds[0].start
-        reduces = sum(step.accumulate for step in schedule.steps)
-        scratch = payload.new_empty(reduces * length)
-        landing: list[Tensor] = []
-        for number, step in enumerate(schedule.steps):
-            part = payload[bounds[step.receive]]
-            if step.accumulate:
-                part = scratch[number * length :][: part.numel()]
-            landing.append(part)
-        receives = [
-            dist.irecv(part, group=self.group, group_src=step.source, tag=number)
-            if part.numel()
-            else None
-            for number, (step, part) in enumerate(zip(schedule.steps, landing, strict=True))
-        ]
-        sends = []
-        for number, step in enumerate(schedule.steps):
-            part = payload[bounds[step.send]]
-            if part.numel():
-                sends.append(dist.isend(part, group=self.group, group_dst=step.to, tag=number))
-            receive = receives[number]
-            if receive is not None:
-                receive.wait()
-                if step.accumulate:
-                    payload[bounds[step.receive]].add_(landing[number])
-        for send in sends:
-            if send is not None:
-                send.wait()
-
-    def _steps_paired(self, payload: Tensor, schedule: Schedule, bounds: tuple[slice, ...]) -> None:
-        """Send and receive step by step: NCCL runs point-to-point calls in stream order."""
-        for step in schedule.steps:
-            target = payload[bounds[step.receive]]
-            landing = torch.empty_like(target) if step.accumulate else target
-            source = payload[bounds[step.send]]
-            operations = []
-            if source.numel():
-                operations.append(
-                    dist.P2POp(dist.isend, source, group=self.group, group_peer=step.to)
-                )
-            if landing.numel():
-                operations.append(
-                    dist.P2POp(dist.irecv, landing, group=self.group, group_peer=step.source)
-                )
-            if operations:
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-            if step.accumulate:
-                target.add_(landing)
+        if isinstance(request, Broadcast):
+            dist.broadcast(payload, group=self.group, group_src=request.source)
+            return payload
+        if isinstance(request, AllToAll):
+            received = torch.empty_like(payload)
+            dist.all_to_all_single(received, payload, group=self.group)
+            return received.view(self.world_size, -1)
+        assert isinstance(request, ReduceScatter)
+        part = payload.new_empty(payload.numel() // self.world_size)
+        reduce_scatter_flat(part, payload, group=self.group)
+        return part
 
     def _settle(self, kind: str, size: int, skip: int, at: At) -> None:
         """Hook for an emulated link: called after every collective with what was carried."""

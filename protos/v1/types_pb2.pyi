@@ -63,20 +63,25 @@ class Option(google.protobuf.message.Message):
     DIVISOR_FIELD_NUMBER: builtins.int
     SKIP_FEEDBACK_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
+    SHRINK_FIELD_NUMBER: builtins.int
     compressor: builtins.str
     """Registered name of the compressor. Default "none"."""
     ratio: builtins.float
     """Kept fraction of elements, (0, 1]. Default 1."""
     collective: builtins.str
-    """Who carries the payloads: "native", "ring" or "allgather". Default "native"."""
+    """Who carries the payloads: "native", "ring", "allgather", ... Default "native"."""
     skip: builtins.int
-    """Reduce-scatter steps left out of the ring, 0 .. world size - 1."""
+    """Reduce steps left out of an all-reduce of our own, 0 .. world size - 1."""
     rotation: builtins.str
     """"random" or "static". Default "random"."""
     divisor: builtins.str
-    """"skip" (divide by the world size) or "drop" (by the contributions). Default "skip"."""
+    """"skip" (divide by the world size), "drop" (by the contributions) or "shrink" (like drop, times
+    the factor below). Default "skip".
+    """
     skip_feedback: builtins.bool
     """Whether what a skipped step omitted is kept as residual."""
+    shrink: builtins.float
+    """Factor (0, 1] of divisor "shrink". Default 1."""
     @property
     def settings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Setting]:
         """Further settings of the compressor, sorted by name."""
@@ -92,9 +97,10 @@ class Option(google.protobuf.message.Message):
         divisor: builtins.str | None = ...,
         skip_feedback: builtins.bool = ...,
         settings: collections.abc.Iterable[Global___Setting] | None = ...,
+        shrink: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective", b"_collective", "_compressor", b"_compressor", "_divisor", b"_divisor", "_ratio", b"_ratio", "_rotation", b"_rotation", "collective", b"collective", "compressor", b"compressor", "divisor", b"divisor", "ratio", b"ratio", "rotation", b"rotation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective", b"_collective", "_compressor", b"_compressor", "_divisor", b"_divisor", "_ratio", b"_ratio", "_rotation", b"_rotation", "collective", b"collective", "compressor", b"compressor", "divisor", b"divisor", "ratio", b"ratio", "rotation", b"rotation", "settings", b"settings", "skip", b"skip", "skip_feedback", b"skip_feedback"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective", b"_collective", "_compressor", b"_compressor", "_divisor", b"_divisor", "_ratio", b"_ratio", "_rotation", b"_rotation", "_shrink", b"_shrink", "collective", b"collective", "compressor", b"compressor", "divisor", b"divisor", "ratio", b"ratio", "rotation", b"rotation", "shrink", b"shrink"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective", b"_collective", "_compressor", b"_compressor", "_divisor", b"_divisor", "_ratio", b"_ratio", "_rotation", b"_rotation", "_shrink", b"_shrink", "collective", b"collective", "compressor", b"compressor", "divisor", b"divisor", "ratio", b"ratio", "rotation", b"rotation", "settings", b"settings", "shrink", b"shrink", "skip", b"skip", "skip_feedback", b"skip_feedback"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective", b"_collective"]) -> typing.Literal["collective"] | None: ...
     @typing.overload
@@ -105,6 +111,8 @@ class Option(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_ratio", b"_ratio"]) -> typing.Literal["ratio"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rotation", b"_rotation"]) -> typing.Literal["rotation"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_shrink", b"_shrink"]) -> typing.Literal["shrink"] | None: ...
 
 Global___Option: typing_extensions.TypeAlias = Option
 

@@ -48,7 +48,7 @@ def test_residuals_are_kept_but_for_what_is_sent_whole() -> None:
         (Option("topk", 0.1, "native"), ConfigError, "can be carried by allgather"),
         (Option("topk", 0.0, "allgather"), ConfigError, "ratio"),
         (Option(collective="ring", skip=4), ConfigError, "skip must lie in 0..3 for 4 ranks"),
-        (Option(collective="tree"), ConfigError, "collective"),
+        (Option(collective="no_such_way"), ConfigError, "can be carried by native"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradpilot.protos.messages import Option
 from gradpilot.worker_agent.collectives.base import AllReduce
-from gradpilot.worker_agent.collectives.ring import omitted_parts, plan_ring
+from gradpilot.worker_agent.collectives.skipping import omitted_parts, schedule_for
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse, create
 from gradpilot.worker_agent.virtual import run_lockstep
 from gradpilot.worker_agent.wire import Wire
@@ -88,7 +88,7 @@ def _ring(rank: int) -> bool:
                 at = _at(rank, world_size, step)
                 payload = _grad(rank, n)
                 masked = payload.clone()
-                for part in omitted_parts(plan_ring(option, at, AllReduce(payload)), n):
+                for part in omitted_parts(schedule_for(option, at, AllReduce(payload)), n):
                     masked[part] = 0.0
                 dist.all_reduce(masked)
                 estimate, timing = wire.run(_ask(payload), option, at)

@@ -8,38 +8,29 @@ N - 1 steps follows, always in full.
 Slice c sums positions c + 1 + S .. c + N - 1 and c, so position v omits slices v - 1 .. v - S. With
 a fixed shift the same parts of a rank's gradient are never heard: rotate it.
 
-Letters: N world size, S skipped steps, n elements of a payload.
+Letters: N world size, S skipped steps.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from torch import Tensor
-
-from gradpilot.protos.messages import Option
-from gradpilot.worker_agent.collectives.base import (
-    SCHEDULES,
-    AllReduce,
-    Schedule,
-    Step,
-    slice_bounds,
-)
-from gradpilot.worker_agent.compressors.base import At
-
-MIN_SKIP_ELEMENTS = 1024
-"""Payloads below this many elements are never skipped.
-
-The published code spares tensors below 100,000 elements, because that is how it protects control
-tensors and biases. Here a request says itself that it must not be skipped, and a bucket holds many
-parameters, so the floor only spares payloads whose steps cost latency and no bandwidth.
-"""
+from gradpilot.worker_agent.collectives.base import SCHEDULES, Algorithm, Schedule, Step
 
 
-@SCHEDULES.register("ring")
 def ring(rank: int, world_size: int, *, skip: int = 0, shift: int = 0) -> Schedule:
     """Return the schedule of ``rank``; see ``ScheduleBuilder``."""
-    return _ring(rank, world_size, min(max(skip, 0), world_size - 1), shift % world_size)
+    return _ring(rank, world_size, min(max(skip, 0), most_skipped(world_size)), shift % world_size)
+
+
+def most_skipped(world_size: int) -> int:
+    """Return N - 1: then nothing is summed, and every rank publishes one slice of its own."""
+    return world_size - 1
+
+
+SCHEDULES.register("ring")(
+    Algorithm(ring, most_skipped, "Kasan et al., SkipReduce, MICRO 2025; textbook ring for S = 0")
+)
 
 
 # A bucket meets at most N shifts, step after step.
@@ -50,7 +41,7 @@ def _ring(rank: int, world_size: int, skip: int, shift: int) -> Schedule:
 
     def step(t: int, accumulate: bool) -> Step:
         send, receive = (v - t) % world_size, (v - t - 1) % world_size
-        return Step(following, send, preceding, receive, accumulate)
+        return Step(following, (send,), preceding, (receive,), accumulate)
 
     reduce_scatter = [step(t, accumulate=True) for t in range(skip + 1, world_size)]
     all_gather = [step(t, accumulate=False) for t in range(world_size - 1)]
@@ -60,52 +51,3 @@ def _ring(rank: int, world_size: int, skip: int, shift: int) -> Schedule:
         omitted=tuple((v - t) % world_size for t in range(1, skip + 1)),
         contributions=world_size - skip,
     )
-
-
-def min_skip_elements(world_size: int) -> int:
-    """Return how many elements a payload needs for steps to be skipped.
-
-    From N (N - 1) elements on no slice is empty, so every rank contributes a real element under any
-    skip and shift, and a NaN on one rank reaches all.
-    """
-    return max(MIN_SKIP_ELEMENTS, world_size * (world_size - 1))
-
-
-def plan_ring(option: Option, at: At, request: AllReduce) -> Schedule:
-    """Return this rank's schedule for an all-reduce that the backend does not carry itself.
-
-    Args:
-        option: The bucket's option; its collective names the schedule.
-        at: Where this takes place; ranks that differ in ``at.rank`` only get a matching set.
-        request: The request; a small or unskippable one runs all steps.
-    """
-    spared = request.payload.numel() < min_skip_elements(at.world_size)
-    skip = option.skip if request.skippable and not spared else 0
-    shift = at.random("rotation") % at.world_size if skip and option.rotation == "random" else 0
-    return SCHEDULES.get(option.collective)(at.rank, at.world_size, skip=skip, shift=shift)
-
-
-def omitted_parts(schedule: Schedule, numel: int) -> tuple[slice, ...]:
-    """Return the parts of a payload that this rank does not contribute, ascending."""
-    bounds = slice_bounds(numel, schedule.slices)
-    parts = (bounds[number] for number in sorted(schedule.omitted))
-    return tuple(part for part in parts if part.start < part.stop)
-
-
-def settle_ring(option: Option, schedule: Schedule, request: AllReduce) -> Tensor:
-    """Do what a driver owes an all-reduce whose steps have run, and return the reply.
-
-    With ``skip_feedback`` the request learns what this rank omitted. With divisor ``drop`` the sum
-    of N - S contributions, divided by N beforehand, is scaled by N / (N - S).
-
-    Args:
-        option: The bucket's option.
-        schedule: The schedule that ran.
-        request: The request that it carried; its payload holds the sum, which is scaled in place.
-    """
-    total = request.payload
-    if option.skip_feedback:
-        request.omitted = omitted_parts(schedule, total.numel())
-    if option.divisor == "drop" and schedule.omitted:
-        total.mul_(schedule.slices / schedule.contributions)
-    return total

@@ -29,16 +29,6 @@ _CHUNK_ELEMENTS = 1 << 19
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_ratio(ratio: float) -> None:
-    """Check a kept fraction.
-
-    Raises:
-        ConfigError: It lies outside (0, 1].
-    """
-    if not (0.0 < ratio <= 1.0):  # also catches NaN
-        raise ConfigError(f"ratio must lie in (0, 1], got {ratio!r}")
-
-
 def kept(n: int, ratio: float) -> int:
     """Return k, how many of n elements a ratio keeps: at least one, rounded down.
 

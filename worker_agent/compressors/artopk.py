@@ -15,10 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradpilot.errors import ConfigError
-from gradpilot.protos.messages import Option, Setting, WireRound
+from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, Broadcast
-from gradpilot.worker_agent.compressors._select import check_ratio, kept, largest
+from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
@@ -26,10 +25,8 @@ from gradpilot.worker_agent.compressors.base import (
     Estimate,
     Rounds,
     Sparse,
-    read_settings,
 )
-
-_SELECTIONS = ("star", "var")
+from gradpilot.worker_agent.compressors.settings import choice, kept_fraction
 
 
 @COMPRESSORS.register("artopk")
@@ -52,39 +49,23 @@ class ArTopK(Compressor):
     """
 
     name: ClassVar[str] = "artopk"
-    collectives: ClassVar[tuple[str, ...]] = ("native", "ring")
+    source: ClassVar[str] = "Tyagi and Swany, Flexible Communication, IEEE BigData 2023"
+    calibrated: ClassVar[bool] = True
     gain_model: ClassVar[str] = "energy"
     gain_factor: ClassVar[float] = 0.75
     efficiency_exponent: ClassVar[float] = 0.28
 
-    ratio: float = 0.01
-    selection: str = "star"
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        if self.selection not in _SELECTIONS:
-            raise ConfigError(
-                f"artopk selection must be {' or '.join(_SELECTIONS)}, got {self.selection!r}"
-            )
-
-    @classmethod
-    def from_option(cls, option: Option) -> ArTopK:
-        """Return the compressor with the option's ratio and selection."""
-        return cls(ratio=option.ratio, **read_settings(option, "selection"))
+    ratio: float = kept_fraction(0.01)
+    selection: str = choice("star", "var")
 
     @classmethod
     def ladder(cls) -> Sequence[ArTopK]:
         """Return ratios about a factor of 3 apart for both selections."""
         return tuple(
             cls(ratio=ratio, selection=selection)
-            for selection in _SELECTIONS
+            for selection in ("star", "var")
             for ratio in (0.001, 0.003, 0.01, 0.03, 0.1)
         )
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """Return the selection."""
-        return (Setting("selection", self.selection),)
 
     def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
         """Return 4 bytes of norm (``var`` only), k int32 indices, k fp32 values."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,14 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, Setting, WireRound
 from gradpilot.registry import Registry
-from gradpilot.worker_agent.collectives.base import Collective
+from gradpilot.worker_agent.collectives.base import Collective, carriers
+from gradpilot.worker_agent.compressors.settings import Bounds, bounds_of, check_bounds, write
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+"""The memory of a compressor that has none, or has not run yet."""
+
+ESTIMATORS = ("exact", "unbiased", "contractive", "biased")
+"""What a compressor may promise, see ``Compressor.estimator``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class At:
             very bits that DDP would.
         feedback: Whether the caller keeps what was not sent. If False, ``rounds`` may overwrite
             ``grad`` and may leave ``Estimate.sent`` None.
+        memory: ``Estimate.memory`` of the last step of this bucket that took effect; empty if there
+            was none under this compressor and these settings. Not to be changed in place.
     """
 
     rank: int
@@ -45,16 +55,26 @@ class At:
     shapes: tuple[torch.Size, ...] = ()
     divide: bool = False
     feedback: bool = True
+    memory: Mapping[str, Tensor] = field(default_factory=lambda: NOTHING)
 
-    def random(self, what: str) -> int:
-        """Return 63 random bits that are equal on all ranks and replayable.
+    def random(self, what: str, *, own: bool = False) -> int:
+        """Return 63 random bits that are replayable and equal on all ranks, unless ``own``.
 
         Args:
             what: Names the purpose, so that two choices of one step are independent.
+            own: Whether every rank gets bits of its own.
         """
         text = f"{self.seed}|{self.step}|{self.bucket}|{what}"
+        if own:
+            text += f"|{self.rank}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
+
+    def generator(
+        self, what: str, device: torch.device | str = "cpu", *, own: bool = False
+    ) -> torch.Generator:
+        """Return a generator seeded by ``random``; its numbers differ between device types."""
+        return torch.Generator(device).manual_seed(self.random(what, own=own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,55 +92,97 @@ class Estimate:
     Attributes:
         mean: Estimate of the mean gradient over ranks, n elements in the dtype of the gradient,
             bit-identical on all ranks.
-        sent: This rank's part in it, so that ``residual = corrected - sent``: dense (any float
-            dtype), ``Sparse``, or None for "all of it".
+        sent: This rank's part in it, so that ``residual = corrected + carried - sent``: dense (any
+            float dtype), ``Sparse``, or None for "all of it".
+        carried: Dense vector that the compressor itself added to the corrected gradient before it
+            chose what to send (momentum of DGC); None for nothing.
+        memory: What the compressor wants to find in ``At.memory`` in the bucket's next step. Fresh
+            tensors of any shape. It takes effect, like the residual, only if the whole step was
+            finite on all ranks, and is dropped when the bucket gets another compressor.
     """
 
     mean: Tensor
     sent: Tensor | Sparse | None
+    carried: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=lambda: NOTHING)
 
 
 Rounds = Generator[Collective, Tensor, Estimate]
 
 
 class Compressor(ABC):
-    """An algorithm of gradient compression with its settings; holds no state between steps.
+    """An algorithm of gradient compression with its settings.
 
-    Subclasses are frozen keyword-only dataclasses whose fields are their settings. They state the
-    wire formula (``wire``) beside the algorithm (``rounds``); a test holds the two together.
+    Subclasses are frozen keyword-only dataclasses whose fields are their settings, made by the
+    functions of ``compressors.settings``; a field named ``ratio`` is the kept fraction. They state
+    the wire formula (``wire``) beside the algorithm (``rounds``); a test holds the two together.
+    Instances hold no state: what must survive a step goes through ``Estimate.memory``.
 
     Class attributes:
         name: Registered name.
-        collectives: Values of ``Option.collective`` that can carry it.
+        source: Paper, specification or code that defines it, for people.
+        estimator: What a rank's sent part, as decoded, is to its corrected gradient: ``exact`` (all
+            of it), ``unbiased`` (equal in expectation over seeds), ``contractive`` (the rest has at
+            most the norm of the whole, so that error feedback cannot blow up by itself) or
+            ``biased``.
+        exchange: Which collective carries the gradient values: ``all_reduce``, ``all_gather`` or
+            ``all_to_all``. May be a field.
+        fixed_wire: Whether rounds and bytes depend on sizes alone. If not, ``wire`` states what to
+            expect, the sizes that ranks select are exchanged first, and the host waits for them.
+        needs_matrices: Whether it works on ``At.shapes``; vectors go uncompressed.
+        reduce_scatter: Whether its payload is elementwise, so that a reduce-scatter could carry it.
         lossless: Whether everything is always sent, so that no residual can arise. If it is also
             ``single_round``, its payload without feedback must be the gradient's own storage.
         single_round: Whether it asks for exactly one all-reduce, so that the backend may carry
             several buckets at once without a communication thread.
+        calibrated: Whether ``efficiency_exponent`` was fitted to training runs. Policies choose by
+            it, so only calibrated compressors are offered to them; the others can be pinned.
         gain_model: See ``messages.Family``.
         gain_factor: See ``messages.Family``.
         efficiency_exponent: See ``messages.Family``.
     """
 
     name: ClassVar[str]
-    collectives: ClassVar[tuple[str, ...]]
+    source: ClassVar[str] = ""
+    estimator: ClassVar[str] = "contractive"
+    fixed_wire: ClassVar[bool] = True
+    needs_matrices: ClassVar[bool] = False
+    reduce_scatter: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     single_round: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = False
     gain_model: ClassVar[str] = "constant"
     gain_factor: ClassVar[float] = 1.0
     efficiency_exponent: ClassVar[float] = 0.0
 
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
     @classmethod
-    @abstractmethod
-    def from_option(cls, option: Option) -> Compressor:
+    def from_option(cls, option: Option) -> Self:
         """Return the compressor that an option asks for.
 
         Raises:
             ConfigError: A setting is unknown or out of bounds.
         """
+        bounds = dict(bounds_of(cls))
+        has_ratio = bounds.pop("ratio", None) is not None
+        if not has_ratio and option.ratio != 1.0:
+            raise ConfigError(f"{cls.name} has no ratio: it must be 1, got {option.ratio!r}")
+        values = {"ratio": option.ratio} if has_ratio else {}
+        for setting in option.settings:
+            known: Bounds | None = bounds.get(setting.name)
+            if known is None:
+                accepted = ", ".join(sorted(bounds)) or "none"
+                raise ConfigError(
+                    f"{cls.name} has no setting {setting.name!r}; accepted: {accepted}"
+                )
+            values[setting.name] = known.parse(setting.value)
+        return cls(**values)
 
     @classmethod
     @abstractmethod
-    def ladder(cls) -> Sequence[Compressor]:
+    def ladder(cls) -> Sequence[Self]:
         """Return the settings worth trying; members that differ in ratio only form a family."""
 
     @property
@@ -129,9 +191,31 @@ class Compressor(ABC):
         return 1.0
 
     @property
+    def exchange(self) -> str:
+        """Return which collective carries the gradient values."""
+        return "all_reduce"
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Return the values of ``Option.collective`` that can carry it."""
+        return carriers(self.exchange)
+
+    @property
     def settings(self) -> tuple[Setting, ...]:
         """Return the settings beside the ratio, sorted by name."""
-        return ()
+        names = sorted(set(bounds_of(type(self))) - {"ratio"})
+        return tuple(Setting(name, write(getattr(self, name))) for name in names)
+
+    def check(self, world_size: int, collective: str) -> None:  # noqa: B027 - mostly nothing to check
+        """Check what depends on where it is used; the same answer on all ranks.
+
+        Args:
+            world_size: Ranks N that exchange its payloads.
+            collective: ``Option.collective``.
+
+        Raises:
+            ConfigError: So many ranks, or this carrier, cannot be served.
+        """
 
     @abstractmethod
     def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
@@ -141,9 +225,10 @@ class Compressor(ABC):
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Yield collective requests, receive their results, return the estimate.
 
-        Every rank must call it with the same settings, numel, dtype and ``at`` but for ``rank``.
-        If ``grad`` holds a non-finite value on any rank, the mean must be non-finite on all; the
-        caller replaces such a gradient by NaN in every element before it calls.
+        Every rank must call it with the same settings, numel, dtype and ``at`` but for ``rank``
+        and ``memory``. If ``grad`` holds a non-finite value on any rank, the mean must be
+        non-finite on all; the caller replaces such a gradient by NaN in every element before it
+        calls.
 
         Args:
             grad: 1-D contiguous gradient of one bucket, residual already added. Not changed unless
@@ -175,54 +260,27 @@ def create(option: Option) -> Compressor:
         UnknownNameError: No such compressor.
         ConfigError: A setting is wrong, or the collective cannot carry this compressor.
     """
-    kind = COMPRESSORS.get(option.compressor)
-    if option.collective not in kind.collectives:
+    compressor = COMPRESSORS.get(option.compressor).from_option(option)
+    if option.collective not in compressor.collectives:
         raise ConfigError(
-            f"{option.compressor} can be carried by {', '.join(kind.collectives)},"
+            f"{option.compressor} can be carried by {', '.join(compressor.collectives)},"
             f" got {option.collective!r}"
         )
-    return kind.from_option(option)
+    return compressor
 
 
-def read_settings(option: Option, *known: str) -> dict[str, str]:
-    """Return the settings of ``option`` by name.
-
-    Args:
-        option: The option.
-        known: Names that the compressor understands.
-
-    Raises:
-        ConfigError: A setting has another name.
-    """
-    for setting in option.settings:
-        if setting.name not in known:
-            accepted = ", ".join(known) or "none"
-            raise ConfigError(
-                f"{option.compressor} has no setting {setting.name!r}; accepted: {accepted}"
-            )
-    return {setting.name: setting.value for setting in option.settings}
-
-
-def require_dense(option: Option) -> None:
-    """Check the option of a compressor that keeps every element and has no settings.
-
-    Raises:
-        ConfigError: The ratio is not 1, or there is a setting.
-    """
-    read_settings(option)
-    if option.ratio != 1.0:
-        raise ConfigError(f"{option.compressor} keeps all: ratio must be 1, got {option.ratio!r}")
-
-
-def subtract_sent_(corrected: Tensor, sent: Tensor | Sparse | None) -> Tensor:
-    """Turn a corrected gradient into the residual, ``corrected - sent``, in place.
+def leave_residual_(corrected: Tensor, estimate: Estimate) -> Tensor:
+    """Turn a corrected gradient into the residual, ``corrected + carried - sent``, in place.
 
     Args:
         corrected: 1-D gradient plus residual; overwritten and returned.
-        sent: ``Estimate.sent`` of the same rank and bucket.
+        estimate: What the compressor ended with on the same rank and bucket.
     """
+    sent = estimate.sent
     if sent is None:
         return corrected.zero_()
+    if estimate.carried is not None:
+        corrected.add_(estimate.carried)
     if isinstance(sent, Sparse):
         values = sent.values.to(corrected.dtype)
         return corrected.index_add_(0, sent.indices, values, alpha=-1)

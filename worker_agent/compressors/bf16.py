@@ -9,15 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradpilot.protos.messages import Option, WireRound
+from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.compressors._sixteen_bit import sixteen_bit_rounds
-from gradpilot.worker_agent.compressors.base import (
-    COMPRESSORS,
-    At,
-    Compressor,
-    Rounds,
-    require_dense,
-)
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Rounds
 
 
 @COMPRESSORS.register("bf16")
@@ -26,14 +20,10 @@ class Bf16(Compressor):
     """Sends every element in bf16; the safe choice."""
 
     name: ClassVar[str] = "bf16"
-    collectives: ClassVar[tuple[str, ...]] = ("native", "ring")
+    source: ClassVar[str] = "PyTorch bf16_compress_hook, here with error feedback"
+    reduce_scatter: ClassVar[bool] = True
     single_round: ClassVar[bool] = True
-
-    @classmethod
-    def from_option(cls, option: Option) -> Bf16:
-        """Return the compressor; there is nothing to set."""
-        require_dense(option)
-        return cls()
+    calibrated: ClassVar[bool] = True
 
     @classmethod
     def ladder(cls) -> Sequence[Bf16]:

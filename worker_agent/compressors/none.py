@@ -12,16 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradpilot.protos.messages import Option, WireRound
+from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllReduce
-from gradpilot.worker_agent.compressors.base import (
-    COMPRESSORS,
-    At,
-    Compressor,
-    Estimate,
-    Rounds,
-    require_dense,
-)
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
 
 
 def dense_rounds(grad: Tensor, at: At) -> Rounds:
@@ -47,15 +40,12 @@ class NoCompression(Compressor):
     """Sends every element as it is."""
 
     name: ClassVar[str] = "none"
-    collectives: ClassVar[tuple[str, ...]] = ("native", "ring")
+    source: ClassVar[str] = "PyTorch DistributedDataParallel without a hook"
+    estimator: ClassVar[str] = "exact"
+    reduce_scatter: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
     single_round: ClassVar[bool] = True
-
-    @classmethod
-    def from_option(cls, option: Option) -> NoCompression:
-        """Return the compressor; there is nothing to set."""
-        require_dense(option)
-        return cls()
+    calibrated: ClassVar[bool] = True
 
     @classmethod
     def ladder(cls) -> Sequence[NoCompression]:

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradpilot.protos.messages import Option, WireRound
+from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllGather
-from gradpilot.worker_agent.compressors._select import check_ratio, kept, largest
+from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
@@ -22,8 +22,8 @@ from gradpilot.worker_agent.compressors.base import (
     Estimate,
     Rounds,
     Sparse,
-    read_settings,
 )
+from gradpilot.worker_agent.compressors.settings import kept_fraction
 
 
 @COMPRESSORS.register("topk")
@@ -40,20 +40,13 @@ class TopK(Compressor):
     """
 
     name: ClassVar[str] = "topk"
-    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    source: ClassVar[str] = "Lin et al. 2018 and Stich et al. 2018: exact top-k with error feedback"
+    exchange = "all_gather"
+    calibrated: ClassVar[bool] = True
     gain_model: ClassVar[str] = "energy"
     efficiency_exponent: ClassVar[float] = 0.15
 
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-
-    @classmethod
-    def from_option(cls, option: Option) -> TopK:
-        """Return the compressor with the option's ratio."""
-        read_settings(option)
-        return cls(ratio=option.ratio)
+    ratio: float = kept_fraction(0.01)
 
     @classmethod
     def ladder(cls) -> Sequence[TopK]:

@@ -16,13 +16,13 @@ from gradpilot.worker_agent.collectives.base import (
     Step,
     slice_bounds,
 )
-from gradpilot.worker_agent.collectives.ring import (
+from gradpilot.worker_agent.collectives.ring import ring
+from gradpilot.worker_agent.collectives.skipping import (
     MIN_SKIP_ELEMENTS,
     min_skip_elements,
     omitted_parts,
-    plan_ring,
-    ring,
-    settle_ring,
+    schedule_for,
+    settle,
 )
 from gradpilot.worker_agent.compressors.base import At
 from gradpilot.worker_agent.testing import average, gradients, relative_error, same_bits
@@ -176,7 +176,7 @@ def test_skip_is_clamped() -> None:
 
 def planned(option: Option, numel: int = 10_000, world_size: int = 4, **at: object) -> Schedule:
     place = At(1, world_size, **{"step": 3, "bucket": "b", **at})  # type: ignore[arg-type]
-    return plan_ring(option, place, AllReduce(torch.zeros(numel)))
+    return schedule_for(option, place, AllReduce(torch.zeros(numel)))
 
 
 RANDOM = Option(collective="ring", skip=1)
@@ -189,7 +189,7 @@ def test_small_and_unskippable_payloads_run_all_steps() -> None:
     assert not planned(RANDOM, 64 * 63 - 1, world_size=64).omitted
     assert planned(RANDOM, 64 * 63, world_size=64).omitted
     at = At(1, 4, 3)
-    assert not plan_ring(RANDOM, at, AllReduce(torch.zeros(10_000), skippable=False)).omitted
+    assert not schedule_for(RANDOM, at, AllReduce(torch.zeros(10_000), skippable=False)).omitted
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7, 33, 64, 100])
@@ -210,18 +210,18 @@ def test_random_rotation_moves_with_step_bucket_and_seed_alike_on_all_ranks() ->
         assert seen == {(0,), (1,), (2,), (3,)}, name
     request = AllReduce(torch.zeros(10_000))
     for step in range(10):
-        omitted = [plan_ring(RANDOM, At(r, 4, step), request).omitted[0] for r in range(4)]
+        omitted = [schedule_for(RANDOM, At(r, 4, step), request).omitted[0] for r in range(4)]
         assert sorted(omitted) == [0, 1, 2, 3]
 
 
 def test_divisor_drop_scales_and_feedback_tells() -> None:
     request = AllReduce(torch.ones(10_000))
     option = Option(collective="ring", skip=1, divisor="drop", skip_feedback=True)
-    reply = settle_ring(option, ring(0, 4, skip=1), request)
+    reply = settle(option, At(0, 4, 0), ring(0, 4, skip=1), request)
     assert torch.equal(reply, torch.full((10_000,), 4 / 3))
     assert request.omitted == (slice(7500, 10_000),)
     spared = AllReduce(torch.ones(10))
-    assert settle_ring(option, ring(0, 4), spared).tolist() == [1.0] * 10
+    assert settle(option, At(0, 4, 0), ring(0, 4), spared).tolist() == [1.0] * 10
     assert spared.omitted == ()
 
 

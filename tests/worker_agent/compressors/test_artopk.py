@@ -164,7 +164,7 @@ def test_skip_feedback_keeps_the_values_that_were_left_out() -> None:
 
 
 def test_refuses_an_unknown_selection() -> None:
-    with pytest.raises(ConfigError, match="must be star or var, got 'best'"):
+    with pytest.raises(ConfigError, match="selection must be one of star, var, got 'best'"):
         create(option(0.1, "best"))
     with pytest.raises(ConfigError, match="ratio must lie"):
         ArTopK(ratio=0.0)
