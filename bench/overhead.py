@@ -36,9 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import results_file
 from gradpilot.protos.messages import Option
-from gradpilot.worker_agent.agent import Handle, attach, close_all
+from gradpilot.worker_agent.agent import attach
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.handle import Handle, close_all
 from gradpilot.worker_agent.teardown import leave_process_group
 from gradpilot.worker_agent.wire import Wire
 

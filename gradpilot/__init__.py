@@ -13,14 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradpilot.worker_agent.agent import Handle, attach
+    from gradpilot.worker_agent.agent import attach
+    from gradpilot.worker_agent.handle import Handle
 
 __version__ = "0.1.0"
 __all__ = ["Handle", "attach", "__version__"]
 
 _PUBLIC = {
     "attach": "gradpilot.worker_agent.agent",
-    "Handle": "gradpilot.worker_agent.agent",
+    "Handle": "gradpilot.worker_agent.handle",
 }
 
 

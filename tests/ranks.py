@@ -105,7 +105,7 @@ def _main(
     env: dict[str, str],
     pipe: Connection,
 ) -> None:
-    from gradpilot.worker_agent.agent import close_all
+    from gradpilot.worker_agent.handle import close_all
     from gradpilot.worker_agent.teardown import leave_process_group
 
     torch.set_num_threads(1)

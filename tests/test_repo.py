@@ -23,7 +23,6 @@ MOST_LINES_OF_TESTS = 800
 
 LONGER = {
     "protos/messages.py": 700,  # one flat list of plain values, in the order of the protocol
-    "worker_agent/agent.py": 500,  # attach, the handle and the exit: the life of one model
     "worker_agent/hook.py": 500,  # the way of a bucket, which has to be read as a whole
     "worker_agent/client.py": 600,  # one connection under one lock, which has to be read as a whole
 }
@@ -39,6 +38,7 @@ TESTED_ELSEWHERE = {
     "protos/reflection.py": "tests/protos/test_codec.py",
     "worker_agent/collectives/base.py": "tests/worker_agent/test_wire.py",
     "worker_agent/compressors/base.py": "tests/worker_agent/compressors/test_topk.py",
+    "worker_agent/compressors/settings.py": "tests/worker_agent/compressors/test_topk.py",
     # Parts of one mechanism that is tested as a whole.
     "controller/member.py": "tests/controller/test_run.py",
     "controller/operators.py": "tests/controller/test_servicer.py",
@@ -50,7 +50,14 @@ TESTED_ELSEWHERE = {
     "policies/nsga.py": "tests/policies/test_solver.py",
     "policies/options.py": "tests/policies/test_problem.py",
     "worker_agent/compressors/_sixteen_bit.py": "tests/worker_agent/compressors/test_fp16.py",
+    "worker_agent/collectives/gather.py": "tests/worker_agent/test_wire.py",
+    "worker_agent/collectives/reduction.py": "tests/worker_agent/test_wire.py",
+    "worker_agent/collectives/skipping.py": "tests/worker_agent/collectives/test_ring.py",
+    "worker_agent/controller_link.py": "tests/worker_agent/test_agent.py",
     "worker_agent/division.py": "tests/worker_agent/test_hook.py",
+    "worker_agent/handle.py": "tests/worker_agent/test_agent.py",
+    "worker_agent/meeting.py": "tests/worker_agent/test_agent.py",
+    "worker_agent/peers.py": "tests/worker_agent/test_wire.py",
     "worker_agent/testing.py": "tests/worker_agent/compressors/test_topk.py",
     # Programs and their ends, which need processes of their own.
     "bench/overhead.py": "tests/bench/test_results_file.py",

@@ -17,7 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpilot.errors import GradpilotError
-from gradpilot.worker_agent.agent import attach, close_all
+from gradpilot.worker_agent.agent import attach
+from gradpilot.worker_agent.handle import close_all
 from gradpilot.worker_agent.teardown import settle
 
 log = logging.getLogger("gradpilot.agent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import (
     BucketRounds,
     ComputeSample,
@@ -30,12 +32,15 @@ CALIBRATION_SECONDS = 1.0
 
 
 def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
-    """Return every registered compressor as families with their wire rounds on these buckets."""
+    """Return the calibrated compressors as families with their wire rounds on these buckets.
+
+    The others can be pinned; no policy could weigh them against each other.
+    """
     return tuple(
         Family(
             compressor=members[0].name,
             settings=settings,
-            collectives=members[0].collectives,
+            collectives=_able(members[0], world_size),
             ladder=tuple(
                 LadderPoint(
                     member.ratio,
@@ -46,14 +51,15 @@ def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
             gain_model=members[0].gain_model,
             gain_factor=members[0].gain_factor,
             efficiency_exponent=members[0].efficiency_exponent,
-            memory_payloads=world_size if "allgather" in members[0].collectives else 1,
+            memory_payloads=world_size if members[0].exchange == "all_gather" else 1,
         )
         for settings, members in _grouped()
+        if _able(members[0], world_size)
     )
 
 
 def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...]:
-    """Time every compressor on this rank's own device and thread count, without communication.
+    """Time the calibrated compressors on this rank's device and threads, without communication.
 
     Replies are made up locally, with the shape that N ranks would give them. Two repetitions, the
     faster counts: the first one pays for memory.
@@ -73,6 +79,17 @@ def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...
     return tuple(samples)
 
 
+def _able(member: Compressor, world_size: int) -> tuple[str, ...]:
+    """Return who can carry a compressor with so many ranks."""
+    able = []
+    for name in member.collectives:
+        if name != "hierarchical":
+            with contextlib.suppress(ConfigError):
+                member.check(world_size, name)
+                able.append(name)
+    return tuple(able)
+
+
 def _rounds(member: Compressor, slot: Slot, world_size: int) -> tuple[WireRound, ...]:
     """Return a bucket's rounds as they would be carried: small payloads are never skipped."""
     # Payloads of 16 bits have up to twice as many elements; near the floor nothing is at stake.
@@ -84,9 +101,11 @@ def _rounds(member: Compressor, slot: Slot, world_size: int) -> tuple[WireRound,
 
 
 def _grouped() -> list[tuple[tuple[Setting, ...], list[Compressor]]]:
-    """Return the ladders of all compressors as families, each ascending in ratio."""
+    """Return the ladders of calibrated compressors as families, each ascending in ratio."""
     grouped = []
     for name in COMPRESSORS:
+        if not COMPRESSORS.get(name).calibrated:
+            continue
         ladder = sorted(COMPRESSORS.get(name).ladder(), key=lambda c: (repr(c.settings), c.ratio))
         for settings, members in itertools.groupby(ladder, key=lambda c: c.settings):
             grouped.append((settings, list(members)))

@@ -17,6 +17,7 @@ from gradpilot.protos.messages import Ack, Layout, Plan, ProbeRequest
 from gradpilot.protos.validate import validate_plan
 from gradpilot.worker_agent.agreement import Agreement, Row, Verdict
 from gradpilot.worker_agent.buckets import BucketTable
+from gradpilot.worker_agent.nodes import Nodes
 from gradpilot.worker_agent.plan import ActivePlan, safe_plan
 
 log = logging.getLogger("gradpilot.agent")
@@ -57,6 +58,7 @@ class Coordinator:
         device: Type of the device that holds the gradients.
         agreement: Exchange with the other ranks; None for a single rank, which agrees with itself.
         control_plane: Where acknowledgements go; None without a controller.
+        nodes: Nodes by rank; None for one node of all ranks.
     """
 
     def __init__(
@@ -66,13 +68,15 @@ class Coordinator:
         device: str,
         agreement: Agreement | None,
         control_plane: ControlPlane | None,
+        nodes: Nodes | None = None,
     ) -> None:
-        self.active = ActivePlan(plan, world_size, device)
+        self.active = ActivePlan(plan, world_size, device, nodes)
         self.counters = CoordinatorCounters()
         self.switch_step = 0
         """Step at which the plan in force took effect."""
         self._world_size = world_size
         self._device = device
+        self._nodes = nodes
         self._agreement = agreement
         self._control_plane = control_plane
         self._layout: Layout | None = None
@@ -125,7 +129,7 @@ class Coordinator:
         if layout is None:
             raise ConfigError("no plan can be held before the first step has shown the buckets")
         validate_plan(plan, layout, self._world_size)
-        ActivePlan(plan, self._world_size, self._device)
+        ActivePlan(plan, self._world_size, self._device, self._nodes)
 
     # --- from the gradient path ----------------------------------------------------------------
 
@@ -193,7 +197,7 @@ class Coordinator:
 
     def restore(self, plan: Plan) -> None:
         """Put a plan in force without agreement: from a checkpoint, on all ranks alike."""
-        self.active = ActivePlan(plan, self._world_size, self._device)
+        self.active = ActivePlan(plan, self._world_size, self._device, self._nodes)
 
     def close(self) -> bool:
         """Stop exchanging; the plan in force stays.
@@ -224,7 +228,7 @@ class Coordinator:
         return self.active.native and not self.active.feedback
 
     def _switch(self, plan: Plan, step: int) -> None:
-        self.active = ActivePlan(plan, self._world_size, self._device)
+        self.active = ActivePlan(plan, self._world_size, self._device, self._nodes)
         self.switch_step = step
         self.counters.switches += 1
         with self._lock:

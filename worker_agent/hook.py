@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradpilot.protos.messages import ProbeRequest, Report, WireSample
+from gradpilot.protos.messages import COLLECTIVES, ProbeRequest, Report, WireSample
 from gradpilot.worker_agent.buckets import BucketTable, Slot
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
@@ -424,6 +424,8 @@ class Pipeline:
         )
         if self._recorder.sampling:
             for number, stamp in enumerate(timing.stamps):
+                if stamp.collective not in COLLECTIVES:
+                    continue  # of a part of the ranks: tells nothing of the link between all
                 self._recorder.sample(
                     WireSample(
                         work.step.number,

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import BF16, Option, Plan, check_option
 from gradpilot.worker_agent.collectives.base import SCHEDULES
+from gradpilot.worker_agent.collectives.hierarchical import Hierarchical
 from gradpilot.worker_agent.compressors.base import Compressor, create
 from gradpilot.worker_agent.memory import owner_of
+from gradpilot.worker_agent.nodes import Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +30,23 @@ class Given:
     owner: str
 
 
-def compile_option(option: Option, world_size: int) -> Given:
+def compile_option(option: Option, world_size: int, nodes: Nodes | None = None) -> Given:
     """Return what carries an option out.
+
+    Args:
+        option: The option.
+        world_size: Ranks N.
+        nodes: Nodes by rank, for ``hierarchical``; None for one node of all ranks.
 
     Raises:
         ConfigError: The option cannot be used here; the message says why.
     """
     check_option(option, world_size)
     compressor = create(option)
-    compressor.check(world_size, option.collective)
+    if option.collective == "hierarchical":
+        compressor = Hierarchical(inner=compressor, nodes=nodes or Nodes((0,) * world_size))
+    else:
+        compressor.check(world_size, option.collective)
     if option.skip:
         most = SCHEDULES.get(option.collective).most_skipped(world_size)
         if option.skip > most:
@@ -45,7 +55,10 @@ def compile_option(option: Option, world_size: int) -> Given:
                 f" got {option.skip}"
             )
     keeps_omitted = option.skip > 0 and option.skip_feedback
-    feedback = keeps_omitted or not compressor.lossless
+    lossless = compressor.lossless
+    if isinstance(compressor, Hierarchical):
+        lossless = compressor.inner.lossless
+    feedback = keeps_omitted or not lossless
     return Given(option, compressor, feedback, owner_of(option))
 
 
@@ -56,19 +69,22 @@ class ActivePlan:
         plan: A plan all of whose options can be used here.
         world_size: Ranks N.
         device: Type of the device that holds the gradients.
+        nodes: See ``compile_option``.
 
     Raises:
         ConfigError: An option cannot be used.
     """
 
-    def __init__(self, plan: Plan, world_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self, plan: Plan, world_size: int, device: str = "cpu", nodes: Nodes | None = None
+    ) -> None:
         if plan.interval < 1:
             raise ConfigError(f"plan interval must be at least 1 step, got {plan.interval}")
         compiled: dict[Option, Given] = {}
 
         def given(option: Option) -> Given:
             if option not in compiled:
-                compiled[option] = compile_option(option, world_size)
+                compiled[option] = compile_option(option, world_size, nodes)
             return compiled[option]
 
         self.plan = plan

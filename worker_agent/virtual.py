@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,9 +37,10 @@ from gradpilot.worker_agent.compressors.base import (
     Compressor,
     Estimate,
     Rounds,
-    create,
     leave_residual_,
 )
+from gradpilot.worker_agent.nodes import Nodes
+from gradpilot.worker_agent.plan import compile_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def run_lockstep(
     option: Option = DENSE,
     *,
     log: list[WireRound] | None = None,
+    nodes: Nodes | None = None,
 ) -> list[Estimate]:
     """Drive the rounds of all ranks to their end and return their estimates, by rank.
 
@@ -78,6 +80,7 @@ def run_lockstep(
         ats: Where each takes place.
         option: Who carries an all-reduce, and what it skips; the same for all ranks.
         log: Receives every request as one rank handed it in.
+        nodes: Nodes by rank, for requests inside a node or across nodes.
 
     Raises:
         ProtocolError: A rank asks for something else than the others.
@@ -94,7 +97,7 @@ def run_lockstep(
             first = requests[0]
             skippable = getattr(first, "skippable", True)
             log.append(WireRound(first.kind, first.payload.nbytes, skippable))
-        replies = _carry_out(requests, ats, option)
+        replies = _carry_out_scoped(requests, ats, option, nodes)
     raise AssertionError("unreachable")
 
 
@@ -108,6 +111,7 @@ def virtual_step(
     seed: int = 0,
     shapes: tuple[torch.Size, ...] = (),
     compressor: Compressor | None = None,
+    nodes: Nodes | None = None,
     memories: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> VirtualStep:
     """Do on N virtual ranks what the hook does with one bucket, error feedback included.
@@ -121,13 +125,14 @@ def virtual_step(
         seed: See ``At``.
         shapes: See ``At``.
         compressor: Used instead of the one that ``option`` names.
+        nodes: See ``run_lockstep``.
         memories: ``VirtualStep.memories`` of the step before, of the same compressor.
 
     Raises:
         ConfigError: The option cannot be used.
         ProtocolError: Ranks ask for different things.
     """
-    compressor = compressor or create(option)
+    compressor = compressor or compile_option(option, len(grads), nodes).compressor
     before = residuals if residuals is not None else [torch.zeros_like(g) for g in grads]
     corrected = [g + r for g, r in zip(grads, before, strict=True)]
     for c in corrected:
@@ -140,7 +145,7 @@ def virtual_step(
     ]
     log: list[WireRound] = []
     rounds = [compressor.rounds(c, at) for c, at in zip(corrected, ats, strict=True)]
-    estimates = run_lockstep(rounds, ats, option, log=log)
+    estimates = run_lockstep(rounds, ats, option, log=log, nodes=nodes)
     if bool(estimates[0].mean.isfinite().all()):
         after = [leave_residual_(c, e) for c, e in zip(corrected, estimates, strict=True)]
         known = [e.memory for e in estimates]
@@ -180,6 +185,30 @@ def _check_alike(answers: Sequence[Collective | Estimate], number: int) -> None:
             f"round {number}: most ranks ask for {usual}, but {'; '.join(odd[:4])};"
             " all ranks need the same option, bucket and step"
         )
+
+
+def _carry_out_scoped(
+    requests: Sequence[Collective], ats: Sequence[At], option: Option, nodes: Nodes | None
+) -> Iterable[Tensor]:
+    """Return the reply of every rank; inside nodes, or across nodes by the leaders for all."""
+    if requests[0].scope == "all":
+        return _carry_out(requests, ats, option)
+    assert nodes is not None, "a layered option needs nodes"
+    replies: list[Tensor] = [request.payload for request in requests]
+    if requests[0].scope == "node":
+        for node in range(nodes.count):
+            members = nodes.members(node)
+            inside = _carry_out([requests[r] for r in members], [ats[r] for r in members], option)
+            for rank, reply in zip(members, inside, strict=True):
+                replies[rank] = reply
+        return replies
+    leaders = nodes.leaders()
+    there = [replace(ats[r], rank=node, world_size=nodes.count) for node, r in enumerate(leaders)]
+    across = _carry_out([requests[r] for r in leaders], there, option)
+    for node, reply in enumerate(list(across)):
+        for rank in nodes.members(node):
+            replies[rank] = reply.clone()
+    return replies
 
 
 def _carry_out(

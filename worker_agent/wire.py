@@ -8,15 +8,14 @@ their own on every rank.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradpilot.protos.messages import Option
+from gradpilot.protos.messages import UNSKIPPABLE, Option
 from gradpilot.worker_agent.collectives.base import (
-    SCHEDULES,
     AllGather,
     AllReduce,
     AllToAll,
@@ -27,6 +26,7 @@ from gradpilot.worker_agent.collectives.base import (
 from gradpilot.worker_agent.collectives.reduction import MAX
 from gradpilot.worker_agent.collectives.skipping import backend_carries, schedule_for, settle
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.nodes import NodeTeams
 from gradpilot.worker_agent.peers import run_steps
 from gradpilot.worker_agent.threads import OrderedThread
 
@@ -40,7 +40,7 @@ class Stamp:
     """One request as it was carried out.
 
     Attributes:
-        collective: One of ``messages.COLLECTIVES``.
+        collective: One of ``messages.COLLECTIVES``, or with its scope: ``all_reduce across``.
         bytes: Payload bytes that this rank handed in.
         skip: Steps of our own all-reduce left out.
         seconds: From handing in to having the reply.
@@ -93,6 +93,8 @@ class Wire:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.teams: NodeTeams | None = None
+        """Groups inside and across nodes; set where there are several of both."""
         self._preposts = dist.get_backend(group) == "gloo"
 
     def run(self, rounds: Rounds, option: Option, at: At) -> tuple[Estimate, Timing]:
@@ -129,40 +131,56 @@ class Wire:
         start = time.monotonic()
         size = request.payload.nbytes
         kind, skip = request.kind, 0
-        if isinstance(request, AllReduce) and not backend_carries(option, request):
+        if request.scope != "all":
+            kind, reply = f"{request.kind} {request.scope}", self._layered(request, option, at)
+        elif isinstance(request, AllReduce) and not backend_carries(option, request):
+            kind = "ring" if option.collective in UNSKIPPABLE else option.collective
             schedule = schedule_for(option, at, request)
-            kind = option.collective if option.collective in SCHEDULES else "ring"
             skip = option.skip if schedule.omitted else 0
-            run_steps(self.group, request.payload, schedule, request.reduction, self._preposts)
-            reply = settle(option, at, schedule, request)
+            reply = self._exchange(request, option, at, self.group)
         else:
-            reply = self._native(request)
+            reply = self._exchange(request, option, at, self.group)
         self._settle(kind, size, skip, at)
         self._synchronize()
         timing.stamps.append(Stamp(kind, size, skip, time.monotonic() - start))
         return reply
 
-    def _native(self, request: Collective) -> Tensor:
+    def _layered(self, request: Collective, option: Option, at: At) -> Tensor:
+        """Carry a request out inside the node, or across nodes by the leaders for all."""
+        teams = self.teams
+        assert teams is not None, "a layered option was compiled for a job of one layer"
+        if request.scope == "node":
+            return self._exchange(request, option, at, teams.inside)
+        reply = _room_for_reply(request, teams.nodes.count)
+        if teams.across is not None:
+            there = replace(at, rank=teams.node, world_size=teams.nodes.count)
+            reply.copy_(self._exchange(request, option, there, teams.across))
+        dist.broadcast(reply, group=teams.inside, group_src=0)
+        return reply
+
+    def _exchange(
+        self, request: Collective, option: Option, at: At, group: dist.ProcessGroup
+    ) -> Tensor:
         payload = request.payload
         if isinstance(request, AllReduce):
+            if not backend_carries(option, request):
+                schedule = schedule_for(option, at, request)
+                run_steps(group, payload, schedule, request.reduction, self._preposts)
+                return settle(option, at, schedule, request)
             operation = dist.ReduceOp.MAX if request.reduction is MAX else dist.ReduceOp.SUM
-            dist.all_reduce(payload, operation, group=self.group)
+            dist.all_reduce(payload, operation, group=group)
             return payload
-        if isinstance(request, AllGather):
-            gathered = payload.new_empty(self.world_size * payload.numel())
-            all_gather_flat(gathered, payload, group=self.group)
-            return gathered.view(self.world_size, payload.numel())
         if isinstance(request, Broadcast):
-            dist.broadcast(payload, group=self.group, group_src=request.source)
+            dist.broadcast(payload, group=group, group_src=request.source)
             return payload
-        if isinstance(request, AllToAll):
-            received = torch.empty_like(payload)
-            dist.all_to_all_single(received, payload, group=self.group)
-            return received.view(self.world_size, -1)
-        assert isinstance(request, ReduceScatter)
-        part = payload.new_empty(payload.numel() // self.world_size)
-        reduce_scatter_flat(part, payload, group=self.group)
-        return part
+        reply = _room_for_reply(request, dist.get_world_size(group))
+        if isinstance(request, AllGather):
+            all_gather_flat(reply.view(-1), payload, group=group)
+        elif isinstance(request, AllToAll):
+            dist.all_to_all_single(reply.view(-1), payload, group=group)
+        else:
+            reduce_scatter_flat(reply, payload, group=group)
+        return reply
 
     def _settle(self, kind: str, size: int, skip: int, at: At) -> None:
         """Hook for an emulated link: called after every collective with what was carried."""
@@ -171,6 +189,18 @@ class Wire:
         """Wait for the own stream, so that host clocks tell device time; nothing on the CPU."""
         if not self._preposts and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+
+def _room_for_reply(request: Collective, world_size: int) -> Tensor:
+    """Return an uninitialised tensor of the shape of a request's reply."""
+    payload = request.payload
+    if isinstance(request, AllGather):
+        return payload.new_empty(world_size, payload.numel())
+    if isinstance(request, AllToAll):
+        return payload.new_empty(world_size, payload.numel() // world_size)
+    if isinstance(request, ReduceScatter):
+        return payload.new_empty(payload.numel() // world_size)
+    return torch.empty_like(payload)
 
 
 def communication_thread(device: torch.device) -> OrderedThread:

@@ -39,7 +39,8 @@ from gradpilot.demo.records import (
 from gradpilot.demo.wire import EmulatedWire
 from gradpilot.operate import OperatorError
 from gradpilot.protos.messages import BF16, RunRef
-from gradpilot.worker_agent.agent import Handle, attach, close_all
+from gradpilot.worker_agent.agent import attach
+from gradpilot.worker_agent.handle import Handle, close_all
 from gradpilot.worker_agent.teardown import leave_process_group
 
 BATCH = 64

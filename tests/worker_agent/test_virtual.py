@@ -109,8 +109,8 @@ def test_a_schedule_that_does_not_match_is_refused() -> None:
 
 def test_unknown_schedule_or_compressor() -> None:
     rounds = [ask(AllReduce(torch.zeros(8))) for _ in range(2)]
-    with pytest.raises(UnknownNameError, match=r"unknown collective 'tree'; known: .*ring"):
-        run_lockstep(rounds, ats(2), Option(collective="tree"))
+    with pytest.raises(UnknownNameError, match=r"unknown collective 'tee'; known: .*ring"):
+        run_lockstep(rounds, ats(2), Option(collective="tee"))
     with pytest.raises(ConfigError, match="unknown compressor 'tpok'"):
         virtual_step(Option(compressor="tpok"), gradients(8, 2))
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpilot.protos.messages import DENSE, Assignment, Option, Plan, Setting
-from gradpilot.worker_agent.agent import Handle, attach
+from gradpilot.worker_agent.agent import attach
+from gradpilot.worker_agent.handle import Handle
 
 BUCKET_MB = 0.01
 WIDTH = 64
