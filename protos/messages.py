@@ -25,6 +25,9 @@ ENERGY_RATIOS: tuple[float, ...] = (
 )  # fmt: skip
 """Kept fractions at which every energy curve is reported, ascending."""
 
+MAGNITUDE_LOW, MAGNITUDE_BINS = -40, 48
+"""Lowest exponent of two, and number, of the bins of magnitudes: 1e-12 to 256."""
+
 CARRIERS: tuple[str, ...] = (
     "native", "ring", "halving_doubling", "tree", "allgather", "alltoall", "hierarchical",
 )  # fmt: skip
@@ -415,6 +418,10 @@ class BucketReport:
         residual_sq: ||residual||^2 there; -1 if not sampled.
         energy: Share of ||corrected||^2 in the largest elements, one value per ``ENERGY_RATIOS``;
             empty if not sampled.
+        magnitudes: Sampled elements of the gradient by magnitude: bin i counts those in
+            [2^e, 2^(e+1)) for e = ``MAGNITUDE_LOW`` + i, the first and last bin also what lies
+            beyond; ``MAGNITUDE_BINS`` values, empty if not sampled.
+        mean_sq: ||mean over ranks||^2 as it arrived under the plan; -1 if not sampled.
     """
 
     bucket: int
@@ -427,6 +434,8 @@ class BucketReport:
     gradient_sq: float = -1.0
     residual_sq: float = -1.0
     energy: tuple[float, ...] = ()
+    magnitudes: tuple[int, ...] = ()
+    mean_sq: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from gradpilot.errors import ConfigError, ProtocolError
 from gradpilot.protos.messages import (
     COLLECTIVES,
     ENERGY_RATIOS,
+    MAGNITUDE_BINS,
     PROTOCOL_VERSION,
     REQUESTS,
     Ack,
@@ -304,7 +305,7 @@ def _bucket_report(path: str, report: BucketReport, index: int) -> None:
     _whole(f"{path}.wire_bytes", report.wire_bytes, 0, MAX_PAYLOAD_BYTES)
     if report.gain != -1:
         _number(f"{path}.gain", report.gain, 0.0, 1.0 + SLACK)
-    for name in ("gradient_sq", "residual_sq"):
+    for name in ("gradient_sq", "residual_sq", "mean_sq"):
         if getattr(report, name) != -1:
             _number(f"{path}.{name}", getattr(report, name), 0.0, math.inf)
     if report.energy:
@@ -313,6 +314,10 @@ def _bucket_report(path: str, report: BucketReport, index: int) -> None:
         for i, energy in enumerate(report.energy):
             _number(f"{path}.energy[{i}]", energy, least, 1.0 + SLACK)
             least = energy
+    if report.magnitudes:
+        _length(f"{path}.magnitudes", report.magnitudes, MAGNITUDE_BINS)
+        for i, count in enumerate(report.magnitudes):
+            _whole(f"{path}.magnitudes[{i}]", count, 0, MAX_PAYLOAD_BYTES)
 
 
 # --- single values -----------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.error_feedback import ResidualStore
 from gradpilot.worker_agent.memory import MemoryStore
 from gradpilot.worker_agent.plan import ActivePlan, Given
-from gradpilot.worker_agent.reporting import WindowRecorder
-from gradpilot.worker_agent.statistics import energy_curve, gain, squared_norm
+from gradpilot.worker_agent.reporting import BucketStatistics, WindowRecorder
+from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 from gradpilot.worker_agent.threads import OrderedThread
 from gradpilot.worker_agent.wire import Stamp, Timing, Wire, communication_thread
 
@@ -444,10 +444,14 @@ class Pipeline:
         corrected_sq = squared_norm(work.corrected)
         self._recorder.bucket_statistics(
             work.slot.index,
-            gain(estimate.sent, corrected_sq),
-            corrected_sq,
-            self.residuals.squared_norm(work.slot),
-            energy_curve(work.corrected),
+            BucketStatistics(
+                gain=gain(estimate.sent, corrected_sq),
+                gradient_sq=corrected_sq,
+                residual_sq=self.residuals.squared_norm(work.slot),
+                energy=energy_curve(work.corrected),
+                magnitudes=magnitudes(work.corrected),
+                mean_sq=squared_norm(estimate.mean),
+            ),
         )
         self._statistics_seconds += time.monotonic() - start
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gradpilot.protos.messages import BucketReport, Counters, Layout, Report, WireSample
@@ -31,6 +31,18 @@ _ODD = 5.0
 
 _PATIENCE = 3
 """So many odd gaps in a row are the new normal."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStatistics:
+    """What was found in one bucket of one step; see ``messages.BucketReport``."""
+
+    gain: float = -1.0
+    gradient_sq: float = -1.0
+    residual_sq: float = -1.0
+    energy: tuple[float, ...] = ()
+    magnitudes: tuple[int, ...] = ()
+    mean_sq: float = -1.0
 
 
 @dataclass(slots=True)
@@ -69,9 +81,7 @@ class _Window:
     rows: deque[_Row] = field(default_factory=lambda: deque(maxlen=_ROWS))
     durations: deque[_Duration] = field(default_factory=lambda: deque(maxlen=_ROWS))
     samples: list[WireSample] = field(default_factory=list)
-    statistics: dict[int, tuple[float, float, float, tuple[float, ...]]] = field(
-        default_factory=dict
-    )
+    statistics: dict[int, BucketStatistics] = field(default_factory=dict)
 
 
 class WindowRecorder:
@@ -182,21 +192,15 @@ class WindowRecorder:
         elif self.sampling:
             self._row_samples.append(sample)
 
-    def bucket_statistics(
-        self,
-        index: int,
-        gain: float,
-        gradient_sq: float,
-        residual_sq: float,
-        energy: Sequence[float] = (),
-    ) -> None:
+    def bucket_statistics(self, index: int, statistics: BucketStatistics) -> None:
         """Statistics of bucket ``index`` were taken; the newest of a window are reported.
 
         Those of a non-finite gradient are ignored: the controller would refuse the whole report.
         """
-        values = (min(gain, 1.0), gradient_sq, residual_sq)  # fp32 sums may end just above 1
-        if self._counts and all(map(math.isfinite, (*values, *energy))):
-            self._window.statistics[index] = (*values, tuple(energy))
+        s = statistics
+        values = (s.gain, s.gradient_sq, s.residual_sq, s.mean_sq, *s.energy)
+        if self._counts and all(map(math.isfinite, values)):
+            self._window.statistics[index] = s
 
     def end_step(self, t_last_ready: float, t_done: float) -> Report | None:
         """The step's last bucket was ready at ``t_last_ready``; all had their mean at ``t_done``.
@@ -319,7 +323,7 @@ class WindowRecorder:
 
 def _bucket(window: _Window, index: int) -> BucketReport:
     rows = window.rows
-    gain, gradient_sq, residual_sq, energy = window.statistics.get(index, (-1.0, -1.0, -1.0, ()))
+    known = window.statistics.get(index, BucketStatistics())
     return BucketReport(
         bucket=index,
         ready_seconds=_median(r.ready[index] for r in rows if index in r.ready),
@@ -327,10 +331,12 @@ def _bucket(window: _Window, index: int) -> BucketReport:
         decompress_seconds=_median(r.decompress[index] for r in rows if index in r.decompress),
         wire_seconds=_median(r.wire[index] for r in rows if index in r.wire),
         wire_bytes=rows[-1].wire_bytes.get(index, 0),
-        gain=gain,
-        gradient_sq=gradient_sq,
-        residual_sq=residual_sq,
-        energy=energy,
+        gain=min(known.gain, 1.0),  # fp32 sums may end just above 1
+        gradient_sq=known.gradient_sq,
+        residual_sq=known.residual_sq,
+        energy=known.energy,
+        magnitudes=known.magnitudes,
+        mean_sq=known.mean_sq,
     )
 
 

@@ -1,4 +1,4 @@
-"""What survives: the energy curve of a gradient and the gain of what was sent."""
+"""What survives: the energy curve of a gradient, the sizes of its elements, what was sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradpilot.protos.messages import ENERGY_RATIOS
+from gradpilot.protos.messages import ENERGY_RATIOS, MAGNITUDE_BINS, MAGNITUDE_LOW
 from gradpilot.worker_agent.compressors.base import Sparse
 
 SAMPLE_ELEMENTS = 1 << 16
@@ -38,6 +38,27 @@ def energy_curve(gradient: Tensor) -> tuple[float, ...]:
     last = torch.tensor([max(int(ratio * n), 1) - 1 for ratio in ENERGY_RATIOS])
     shares = (cumulative[last.to(cumulative.device)] / total).clamp_(0.0, 1.0)
     return tuple(shares.tolist())
+
+
+def magnitudes(gradient: Tensor) -> tuple[int, ...]:
+    """Return how many sampled elements have a magnitude in each of ``MAGNITUDE_BINS`` octaves.
+
+    Read from the exponents of the floats, so it needs no logarithm; sampled as ``energy_curve``.
+
+    Args:
+        gradient: 1-D; not changed.
+
+    Returns:
+        Counts from small to large, the outer bins with what lies beyond them; empty if the gradient
+        is not finite.
+    """
+    stride = max(gradient.numel() // SAMPLE_ELEMENTS, 1) | 1
+    sample = gradient[::stride].float().contiguous()
+    exponents = sample.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
+    if int(exponents.max()) == 0xFF:
+        return ()
+    bins = exponents.sub_(127 + MAGNITUDE_LOW).clamp_(0, MAGNITUDE_BINS - 1)
+    return tuple(torch.bincount(bins, minlength=MAGNITUDE_BINS).tolist())
 
 
 def squared_norm(tensor: Tensor) -> float:

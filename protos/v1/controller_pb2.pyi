@@ -361,6 +361,8 @@ class BucketReport(google.protobuf.message.Message):
     GRADIENT_SQ_FIELD_NUMBER: builtins.int
     RESIDUAL_SQ_FIELD_NUMBER: builtins.int
     ENERGY_FIELD_NUMBER: builtins.int
+    MAGNITUDES_FIELD_NUMBER: builtins.int
+    MEAN_SQ_FIELD_NUMBER: builtins.int
     bucket: builtins.int
     """Index of the bucket."""
     ready_seconds: builtins.float
@@ -379,10 +381,18 @@ class BucketReport(google.protobuf.message.Message):
     """||gradient||^2; -1 if not sampled. Default -1."""
     residual_sq: builtins.float
     """||residual||^2; -1 if not sampled. Default -1."""
+    mean_sq: builtins.float
+    """||mean over ranks||^2 as it arrived; -1 if not sampled. Default -1."""
     @property
     def energy(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Share of ||corrected||^2 in the largest elements, [0, 1], one per ENERGY_RATIOS; empty if not
         sampled.
+        """
+
+    @property
+    def magnitudes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sampled elements of the gradient per power of two of their magnitude, one per MAGNITUDE_BINS;
+        empty if not sampled.
         """
 
     def __init__(
@@ -398,13 +408,17 @@ class BucketReport(google.protobuf.message.Message):
         gradient_sq: builtins.float | None = ...,
         residual_sq: builtins.float | None = ...,
         energy: collections.abc.Iterable[builtins.float] | None = ...,
+        magnitudes: collections.abc.Iterable[builtins.int] | None = ...,
+        mean_sq: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_gain", b"_gain", "_gradient_sq", b"_gradient_sq", "_residual_sq", b"_residual_sq", "gain", b"gain", "gradient_sq", b"gradient_sq", "residual_sq", b"residual_sq"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gain", b"_gain", "_gradient_sq", b"_gradient_sq", "_residual_sq", b"_residual_sq", "bucket", b"bucket", "compress_seconds", b"compress_seconds", "decompress_seconds", b"decompress_seconds", "energy", b"energy", "gain", b"gain", "gradient_sq", b"gradient_sq", "ready_seconds", b"ready_seconds", "residual_sq", b"residual_sq", "wire_bytes", b"wire_bytes", "wire_seconds", b"wire_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gain", b"_gain", "_gradient_sq", b"_gradient_sq", "_mean_sq", b"_mean_sq", "_residual_sq", b"_residual_sq", "gain", b"gain", "gradient_sq", b"gradient_sq", "mean_sq", b"mean_sq", "residual_sq", b"residual_sq"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gain", b"_gain", "_gradient_sq", b"_gradient_sq", "_mean_sq", b"_mean_sq", "_residual_sq", b"_residual_sq", "bucket", b"bucket", "compress_seconds", b"compress_seconds", "decompress_seconds", b"decompress_seconds", "energy", b"energy", "gain", b"gain", "gradient_sq", b"gradient_sq", "magnitudes", b"magnitudes", "mean_sq", b"mean_sq", "ready_seconds", b"ready_seconds", "residual_sq", b"residual_sq", "wire_bytes", b"wire_bytes", "wire_seconds", b"wire_seconds"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gain", b"_gain"]) -> typing.Literal["gain"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gradient_sq", b"_gradient_sq"]) -> typing.Literal["gradient_sq"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mean_sq", b"_mean_sq"]) -> typing.Literal["mean_sq"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_residual_sq", b"_residual_sq"]) -> typing.Literal["residual_sq"] | None: ...
 

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradpilot.protos.messages import Bucket, Counters, Layout, Report, WireSample
+from gradpilot.protos.messages import MAGNITUDE_BINS, Bucket, Counters, Layout, Report, WireSample
 from gradpilot.protos.validate import validate_report
-from gradpilot.worker_agent.reporting import MAX_SAMPLES, WindowRecorder, _choose
+from gradpilot.worker_agent.reporting import (
+    MAX_SAMPLES,
+    BucketStatistics,
+    WindowRecorder,
+    _choose,
+)
 
 LAYOUT = Layout.of((Bucket("a", 0, 100), Bucket("b", 1, 50)))
 OTHER = Layout.of((Bucket("c", 0, 150),))
@@ -305,13 +310,15 @@ def test_the_newest_statistics_of_a_window_are_reported() -> None:
     job = Job()
     job.steps(3)
     energy = tuple(i / 12 for i in range(13))
-    job.recorder.bucket_statistics(1, 0.5, 2.0, 3.0, energy)
-    job.recorder.bucket_statistics(1, 1.0000001, 4.0, 5.0, energy)
-    job.recorder.bucket_statistics(0, math.nan, 4.0, 5.0, energy)
+    bins = tuple(range(MAGNITUDE_BINS))
+    job.recorder.bucket_statistics(1, BucketStatistics(0.5, 2.0, 3.0, energy, bins, 1.0))
+    job.recorder.bucket_statistics(1, BucketStatistics(1.0000001, 4.0, 5.0, energy, bins, 2.0))
+    job.recorder.bucket_statistics(0, BucketStatistics(math.nan, 4.0, 5.0, energy))
     job.steps(30)
     first, second = job.reports[0].buckets
     assert (second.gain, second.gradient_sq, second.residual_sq) == (1.0, 4.0, 5.0)
     assert second.energy == energy
+    assert (second.magnitudes, second.mean_sq) == (bins, 2.0)
     assert first.gain == -1.0  # of a non-finite gradient
     assert job.reports[1].buckets[1].gain == -1.0
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from gradpilot.protos.messages import ENERGY_RATIOS
+from gradpilot.protos.messages import ENERGY_RATIOS, MAGNITUDE_BINS, MAGNITUDE_LOW
 from gradpilot.worker_agent.compressors.base import Sparse
-from gradpilot.worker_agent.statistics import energy_curve, gain, squared_norm
+from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 
 
 def _exact(x: torch.Tensor, ratio: float) -> float:
@@ -55,3 +55,27 @@ def test_gain_is_the_squared_form() -> None:
     assert gain(torch.tensor([3.0, 0.0]), norm) == pytest.approx(9 / 25)
     assert gain(None, norm) == 1.0
     assert gain(torch.zeros(2), 0.0) == 1.0
+
+
+def test_magnitudes_are_counted_by_octave() -> None:
+    x = torch.tensor([1.0, -1.5, 2.0, 0.3, 1e-30, 0.0, 1e9])
+    counts = magnitudes(x)
+    assert len(counts) == MAGNITUDE_BINS
+    assert sum(counts) == 7
+    filled = {i + MAGNITUDE_LOW: n for i, n in enumerate(counts) if n}
+    assert filled == {0: 2, 1: 1, -2: 1, MAGNITUDE_LOW: 2, MAGNITUDE_LOW + MAGNITUDE_BINS - 1: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sampled_magnitudes_have_the_shape_of_all(dtype: torch.dtype) -> None:
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(3)).pow_(3).to(dtype)
+    counts = magnitudes(x)
+    octaves = x.double().abs().log2().floor().clamp(MAGNITUDE_LOW)
+    for i, count in enumerate(counts):
+        exact = float((octaves == MAGNITUDE_LOW + i).double().mean())
+        assert count / sum(counts) == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_magnitudes(value: float) -> None:
+    assert magnitudes(torch.tensor([1.0, value])) == ()

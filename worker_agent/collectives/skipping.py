@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradpilot.protos.messages import Option
+from gradpilot.protos.messages import UNSKIPPABLE, Option
 from gradpilot.worker_agent.collectives.base import SCHEDULES, AllReduce, Schedule, slice_bounds
 from gradpilot.worker_agent.compressors.base import At
 
@@ -27,23 +27,30 @@ def min_skip_elements(world_size: int) -> int:
 
 
 def backend_carries(option: Option, request: AllReduce) -> bool:
-    """Return whether an all-reduce is left to the backend instead of a schedule of ours."""
-    return request.reduction.native and option.collective not in SCHEDULES
+    """Return whether an all-reduce is left to the backend instead of a schedule of ours.
+
+    Raises:
+        UnknownNameError: The option names no collective.
+    """
+    if option.collective in UNSKIPPABLE:
+        return request.reduction.native
+    SCHEDULES.get(option.collective)
+    return False
 
 
 def schedule_for(option: Option, at: At, request: AllReduce) -> Schedule:
     """Return this rank's schedule for an all-reduce that the backend does not carry itself.
 
     Args:
-        option: The bucket's option; its collective names the schedule, where it names none the ring
-            is taken.
+        option: The bucket's option; its collective names the schedule. The ring stands in for a
+            backend that lacks a reduction.
         at: Where this takes place; ranks that differ in ``at.rank`` only get a matching set.
         request: The request; a small or unskippable one runs all steps.
     """
     spared = request.payload.numel() < min_skip_elements(at.world_size)
     skip = option.skip if request.skippable and not spared else 0
     shift = at.random("rotation") % at.world_size if skip and option.rotation == "random" else 0
-    name = option.collective if option.collective in SCHEDULES else "ring"
+    name = "ring" if option.collective in UNSKIPPABLE else option.collective
     return SCHEDULES.get(name).build(at.rank, at.world_size, skip=skip, shift=shift)
 
 
