@@ -50,13 +50,14 @@ class OptionConfig(BaseModel):
 
     compressor: str = Field(default="none", description="registered name of the compressor")
     ratio: float = Field(default=1.0, description="kept fraction of elements, (0, 1]")
-    collective: str = Field(default="native", description="native, ring or allgather")
-    skip: int = Field(default=0, description="ring steps left out")
+    collective: str = Field(default="native", description="who carries it, such as ring")
+    skip: int = Field(default=0, description="reduce steps left out")
     rotation: str = Field(default="random", description="random or static")
-    divisor: str = Field(default="skip", description="skip or drop")
+    divisor: str = Field(default="skip", description="skip, drop or shrink")
     skip_feedback: bool = Field(
         default=False, description="keep what a skipped step omitted as residual"
     )
+    shrink: float = Field(default=1.0, description="factor (0, 1] of divisor shrink")
     settings: dict[str, str] = Field(default={}, description="further settings of the compressor")
 
     def option(self) -> Option:

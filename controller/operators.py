@@ -119,13 +119,15 @@ class Operators:
 
 def _check_carried(run: Run, option: Option) -> None:
     """Check an option against what the agents say that they can do, if they have said it."""
-    if not run.families:
+    # An agent that does not list its abilities can do at least what it offers to policies.
+    can = run.abilities or run.families
+    if not can:
         return
-    families = [f for f in run.families if f.compressor == option.compressor]
-    if not families:
-        known = ", ".join(sorted({f.compressor for f in run.families}))
+    carriers = [a.collectives for a in can if a.compressor == option.compressor]
+    if not carriers:
+        known = ", ".join(sorted({a.compressor for a in can}))
         raise ConfigError(f"the ranks have no compressor {option.compressor!r}; known: {known}")
-    collectives = sorted({c for f in families for c in f.collectives})
+    collectives = sorted({name for names in carriers for name in names})
     if option.collective not in collectives:
         raise ConfigError(
             f"{option.compressor} can be carried by {', '.join(collectives)},"

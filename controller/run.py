@@ -29,6 +29,7 @@ from gradpilot.controller.window import (
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.base import Inputs, PolicySettings
 from gradpilot.protos.messages import (
+    Ability,
     Ack,
     BucketReport,
     Catalog,
@@ -70,6 +71,7 @@ class Run:
         self.members: dict[int, Member] = {}
         self.layout: Layout | None = None
         self.families: tuple[Family, ...] = ()
+        self.abilities: tuple[Ability, ...] = ()
         self.compute = ComputeTable()
         self.operations = OperationJoiner()
         self.totals = Totals()
@@ -395,7 +397,7 @@ class Run:
             self.plans.clear()  # skips and costs belong to the world size
         self.incarnation, self.world_size = hello.incarnation, hello.world_size
         self.members.clear()
-        self.layout, self.families = None, ()
+        self.layout, self.families, self.abilities = None, (), ()
         self.plans.use_layout("")
         self.operations.clear()
         self._past_layouts.clear()
@@ -419,6 +421,7 @@ class Run:
         if self.layout is not None:
             self._past_layouts.append(self.layout.digest)
         self.layout, self.families = catalog.layout, catalog.families
+        self.abilities = catalog.abilities
         self.plans.use_layout(catalog.layout.digest)
         self._force_key, self._fresh_since, self._force_decision = None, None, ""
         self._switch_step = self.step

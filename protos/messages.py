@@ -368,12 +368,33 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Ability:
+    """A compressor that the agents have.
+
+    Attributes:
+        compressor: Registered name.
+        collectives: Values of ``Option.collective`` that can carry it under some settings.
+    """
+
+    compressor: str
+    collectives: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
-    """What the agent can do on its present layout; sent again when the layout changes."""
+    """What the agent can do on its present layout; sent again when the layout changes.
+
+    Attributes:
+        layout: The layout.
+        families: What a policy can choose from, with what it must know of each.
+        calibration: What the compressors of these families cost on this device.
+        abilities: Everything that an operator can order; empty from an agent that does not say.
+    """
 
     layout: Layout
     families: tuple[Family, ...]
     calibration: tuple[ComputeSample, ...] = ()
+    abilities: tuple[Ability, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

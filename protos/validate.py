@@ -93,6 +93,10 @@ def validate_catalog(catalog: Catalog) -> None:
     for i, family in enumerate(catalog.families):
         _family(f"Catalog.families[{i}]", family, buckets)
     _unique("Catalog.families", [(f.compressor, f.settings) for f in catalog.families])
+    for i, ability in enumerate(catalog.abilities):
+        _name(f"Catalog.abilities[{i}].compressor", ability.compressor)
+        _carriers(f"Catalog.abilities[{i}].collectives", ability.collectives)
+    _unique("Catalog.abilities", [a.compressor for a in catalog.abilities])
     for i, sample in enumerate(catalog.calibration):
         _compute_sample(f"Catalog.calibration[{i}]", sample)
 
@@ -250,15 +254,18 @@ def _layout(path: str, layout: Layout) -> None:
         raise _wrong(f"{path}.digest", f"{expected!r}, the digest of its buckets", layout.digest)
 
 
+def _carriers(path: str, names: Sequence[str]) -> None:
+    if not names:
+        raise _wrong(path, "at least one collective", names)
+    for i, name in enumerate(names):
+        if not is_carrier(name):
+            raise _wrong(f"{path}[{i}]", "a name of letters a to z and _, at most 32", name)
+
+
 def _family(path: str, family: Family, buckets: int) -> None:
     _name(f"{path}.compressor", family.compressor)
     _settings(f"{path}.settings", family.settings)
-    if not family.collectives:
-        raise _wrong(f"{path}.collectives", "at least one collective", family.collectives)
-    for i, collective in enumerate(family.collectives):
-        if not is_carrier(collective):
-            where = f"{path}.collectives[{i}]"
-            raise _wrong(where, "a name of letters a to z and _, at most 32", collective)
+    _carriers(f"{path}.collectives", family.collectives)
     _one_of(f"{path}.gain_model", family.gain_model, ("energy", "ratio", "constant"))
     _number(f"{path}.gain_factor", family.gain_factor, 0.0, math.inf)
     _number(f"{path}.efficiency_exponent", family.efficiency_exponent, 0.0, math.inf)

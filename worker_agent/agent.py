@@ -138,7 +138,7 @@ def attach(
                 raise
 
         client = ControllerClient(address, make_hello, config, world_size=world_size)
-        link = ControllerLink(client, calibration, config.plan_ttl_seconds)
+        link = ControllerLink(client, calibration, met.nodes.layered, config.plan_ttl_seconds)
     coordinator = Coordinator(
         Plan(0, 0, "", default=start, interval=FIRST_INTERVAL, policy="start"),
         world_size,

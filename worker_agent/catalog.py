@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import (
+    Ability,
     BucketRounds,
     ComputeSample,
     Family,
@@ -56,6 +57,25 @@ def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
         for settings, members in _grouped()
         if _able(members[0], world_size)
     )
+
+
+def abilities(world_size: int, layered: bool) -> tuple[Ability, ...]:
+    """Return every registered compressor with who can carry its defaults or its ladder.
+
+    Args:
+        world_size: Ranks N.
+        layered: Whether the job has several nodes with several ranks on one of them.
+    """
+    found = []
+    for name in COMPRESSORS:
+        kind = COMPRESSORS.get(name)
+        members = [kind(), *kind.ladder()]
+        carriers = {c: None for member in members for c in _able(member, world_size)}
+        if layered and any("hierarchical" in member.collectives for member in members):
+            carriers["hierarchical"] = None
+        if carriers:
+            found.append(Ability(name, tuple(carriers)))
+    return tuple(found)
 
 
 def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradpilot.protos.messages import Ack, Catalog, ComputeSample, Report
 from gradpilot.worker_agent.buckets import BucketTable
-from gradpilot.worker_agent.catalog import families
+from gradpilot.worker_agent.catalog import abilities, families
 from gradpilot.worker_agent.client import ControllerClient
 
 CLIENT_SECONDS = 0.6
@@ -17,15 +17,21 @@ class ControllerLink:
     Args:
         client: The connection.
         calibration: Measured cost of the compressors, part of every catalog.
+        layered: Whether there are several nodes with several ranks.
         ttl: Seconds of silence after which the controller counts as lost.
     """
 
     def __init__(
-        self, client: ControllerClient, calibration: tuple[ComputeSample, ...], ttl: float
+        self,
+        client: ControllerClient,
+        calibration: tuple[ComputeSample, ...],
+        layered: bool,
+        ttl: float,
     ) -> None:
         self.client = client
         self.ttl_seconds = ttl
         self._calibration = calibration
+        self._layered = layered
 
     def send_ack(self, ack: Ack) -> None:
         """Tell what became of a plan; never waits."""
@@ -40,7 +46,12 @@ class ControllerLink:
         assert table.layout is not None
         world_size = self.client.world_size
         self.client.set_catalog(
-            Catalog(table.layout, families(table.slots, world_size), self._calibration)
+            Catalog(
+                table.layout,
+                families(table.slots, world_size),
+                self._calibration,
+                abilities(world_size, self._layered),
+            )
         )
 
     def controller_lost(self) -> bool:

@@ -271,6 +271,30 @@ class ComputeSample(google.protobuf.message.Message):
 Global___ComputeSample: typing_extensions.TypeAlias = ComputeSample
 
 @typing.final
+class Ability(google.protobuf.message.Message):
+    """A compressor that the agents have."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPRESSOR_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    compressor: builtins.str
+    """Registered name."""
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Values of Option.collective that can carry it under some settings."""
+
+    def __init__(
+        self,
+        *,
+        compressor: builtins.str = ...,
+        collectives: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["collectives", b"collectives", "compressor", b"compressor"]) -> None: ...
+
+Global___Ability: typing_extensions.TypeAlias = Ability
+
+@typing.final
 class Catalog(google.protobuf.message.Message):
     """What the agent can do on its present layout."""
 
@@ -279,6 +303,7 @@ class Catalog(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     FAMILIES_FIELD_NUMBER: builtins.int
     CALIBRATION_FIELD_NUMBER: builtins.int
+    ABILITIES_FIELD_NUMBER: builtins.int
     @property
     def layout(self) -> gradpilot.protos.v1.types_pb2.Layout:
         """The layout; required."""
@@ -291,15 +316,20 @@ class Catalog(google.protobuf.message.Message):
     def calibration(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ComputeSample]:
         """What the compressors cost on this device."""
 
+    @property
+    def abilities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Ability]:
+        """Everything that an operator can order; empty if the agent does not say."""
+
     def __init__(
         self,
         *,
         layout: gradpilot.protos.v1.types_pb2.Layout | None = ...,
         families: collections.abc.Iterable[Global___Family] | None = ...,
         calibration: collections.abc.Iterable[Global___ComputeSample] | None = ...,
+        abilities: collections.abc.Iterable[Global___Ability] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["calibration", b"calibration", "families", b"families", "layout", b"layout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abilities", b"abilities", "calibration", b"calibration", "families", b"families", "layout", b"layout"]) -> None: ...
 
 Global___Catalog: typing_extensions.TypeAlias = Catalog
 

@@ -10,6 +10,7 @@ from gradpilot.worker_agent.buckets import BucketTable
 from gradpilot.worker_agent.catalog import (
     CALIBRATION_ELEMENTS,
     CALIBRATION_SECONDS,
+    abilities,
     calibrate,
     families,
 )
@@ -28,10 +29,12 @@ def _table() -> BucketTable:
     return table
 
 
-def test_the_catalog_lists_every_compressor_with_exact_bytes() -> None:
+def test_the_catalog_lists_calibrated_compressors_with_exact_bytes() -> None:
     table = _table()
     found = families(table.slots, N)
-    assert {family.compressor for family in found} == set(COMPRESSORS.names())
+    calibrated = {name for name in COMPRESSORS if COMPRESSORS.get(name).calibrated}
+    assert {family.compressor for family in found} == calibrated
+    assert {"none", "bf16"} <= calibrated
     for family in found:
         ratios = [point.ratio for point in family.ladder]
         assert ratios == sorted(set(ratios))
@@ -54,7 +57,8 @@ def test_small_payloads_are_marked_as_never_skipped() -> None:
 def test_calibration_times_every_member_and_the_whole_is_a_valid_catalog() -> None:
     torch.set_num_threads(1)
     samples = calibrate(N, torch.device("cpu"))
-    members = sum(len(COMPRESSORS.get(name).ladder()) for name in COMPRESSORS)
+    kinds = [COMPRESSORS.get(name) for name in COMPRESSORS]
+    members = sum(len(kind.ladder()) for kind in kinds if kind.calibrated)
     assert 0 < len(samples) <= members * len(CALIBRATION_ELEMENTS)
     for sample in samples:
         assert sample.elements in CALIBRATION_ELEMENTS
@@ -63,4 +67,15 @@ def test_calibration_times_every_member_and_the_whole_is_a_valid_catalog() -> No
             assert 0.0 <= seconds < CALIBRATION_SECONDS
     table = _table()
     assert table.layout is not None
-    validate_catalog(Catalog(table.layout, families(table.slots, N), samples))
+    able = abilities(N, layered=False)
+    validate_catalog(Catalog(table.layout, families(table.slots, N), samples, able))
+
+
+def test_abilities_list_every_compressor_with_who_can_carry_it() -> None:
+    flat = {a.compressor: a.collectives for a in abilities(4, layered=False)}
+    assert set(flat) == set(COMPRESSORS), "with 4 ranks each of them can be used"
+    assert flat["topk"] == ("allgather",)
+    assert {"native", "ring"} <= set(flat["none"])
+    assert not any("hierarchical" in carriers for carriers in flat.values())
+    layered = {a.compressor: a.collectives for a in abilities(4, layered=True)}
+    assert layered["topk"] == ("allgather", "hierarchical")
