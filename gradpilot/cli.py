@@ -7,8 +7,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import gradpilot
 from gradpilot.errors import ConfigError, GradpilotError
@@ -97,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     add("resume", _order, "take decisions again", one_run).set_defaults(order="resume")
     policies = add("policies", _policies, "list policies", None)
     policies.add_argument("--output", choices=("text", "json"), default="text")
+    for name, text in (
+        ("compressors", "list compressors with their settings"),
+        ("collectives", "list what can carry a compressor's payloads"),
+    ):
+        listing = add(name, _listing, text, None)
+        listing.add_argument("--output", choices=("text", "json"), default="text")
+        listing.set_defaults(listing=name)
     add("version", _version, "print the version", None)
     return parser
 
@@ -199,6 +206,25 @@ def _policies(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _listing(arguments: argparse.Namespace) -> int:
+    import json
+
+    try:
+        from gradpilot.worker_agent import listing
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise GradpilotError("torch is missing; pip install 'gradpilot[torch]'") from None
+    entries = getattr(listing, arguments.listing)()
+    if arguments.output == "json":
+        print(json.dumps(entries, allow_nan=False))
+        return 0
+    show = _print_compressor if arguments.listing == "compressors" else _print_collective
+    for entry in entries:
+        show(entry)
+    return 0
+
+
 def _version(arguments: argparse.Namespace) -> int:
     print(f"gradpilot {gradpilot.__version__}")
     return 0
@@ -258,6 +284,20 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
         f"{candidate.gain:.3f}",
         f"{candidate.efficiency:.3f}",
     )
+
+
+def _print_compressor(entry: Mapping[str, Any]) -> None:
+    traits = entry["traits"]
+    print(f"{entry['name']:12} {entry['summary']}")
+    print(f"  {traits['estimator']}, by {', '.join(traits['collectives'])}; {entry['source']}")
+    for setting in entry["settings"]:
+        print(f"  {setting['name']}={setting['default']}: {setting['text']}")
+
+
+def _print_collective(entry: Mapping[str, Any]) -> None:
+    most = ", ".join(f"{skip} of {n} ranks" for n, skip in entry["most_skipped"].items())
+    skips = f"; most skipped steps: {most}" if most else ""
+    print(f"{entry['name']:16} {entry['summary']}{skips}")
 
 
 def _print_json(value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 
@@ -138,6 +139,35 @@ def test_policies_and_version_need_no_controller(capsys: pytest.CaptureFixture[s
     assert {"adaptive", "fixed"} <= names
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == f"gradpilot {gradpilot.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "some"),
+    [("compressors", {"none", "topk", "powersgd"}), ("collectives", {"native", "ring"})],
+)
+def test_what_is_registered_is_listed_without_a_controller(
+    capsys: pytest.CaptureFixture[str], command: str, some: set[str]
+) -> None:
+    assert cli.main([command, "--output", "json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert some <= {entry["name"] for entry in entries}
+    assert cli.main([command]) == 0
+    text = capsys.readouterr().out
+    for entry in entries:
+        assert entry["summary"] in text
+        for setting in entry.get("settings", ()):
+            assert f"{setting['name']}={setting['default']}: {setting['text']}" in text
+
+
+def test_a_listing_without_torch_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("gradpilot.worker_agent.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("gradpilot.worker_agent.listing", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["compressors"]) == 1
+    assert capsys.readouterr().err.endswith("pip install 'gradpilot[torch]'\n")
 
 
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
