@@ -1,8 +1,8 @@
 """What a collective costs: affine in latency and in the time to push its bytes.
 
 Letters: N ranks, L = log2 N, alpha one-way latency of a message (s), beta time to push one byte
-(s), M bytes of a message (of an all-gather: bytes that *one* rank hands in), c kept fraction, S
-skipped ring steps.
+(s), M bytes of a message (those that *one* rank hands in, of an all-gather its part, of a
+reduce-scatter and an all-to-all all N parts), c kept fraction, S skipped reduce steps.
 
 Three tables, one per backend:
 
@@ -12,6 +12,8 @@ Three tables, one per backend:
   round trip, N = 4 and 8. Every step pays a full round trip because the receiver must announce
   itself first; the sends of one rank in a broadcast share its uplink.
 * ``nccl``: textbook ring forms; not measured here.
+
+Our own all-reduces (``ring``, ``halving_doubling``, ``tree``) run the same steps on any backend.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gradpilot.errors import ConfigError
+from gradpilot.policies.skipping import SKIPPING, contributions, most_skipped
 from gradpilot.protos.messages import COLLECTIVES
 
 BACKENDS: tuple[str, ...] = ("gloo", "nccl", "model")
@@ -58,7 +61,7 @@ def ring_all_reduce(n: int, skip: int = 0) -> Affine:
     """Ring reduce-scatter without its first ``skip`` steps, then ring all-gather; M / N slices."""
     if n < 2:
         return NOTHING
-    steps = 2 * (n - 1) - min(max(skip, 0), n - 1)
+    steps = 2 * (n - 1) - _clamped("ring", n, skip)
     return Affine(float(steps), steps / n)
 
 
@@ -73,13 +76,35 @@ def double_tree_all_reduce(n: int) -> Affine:
     return Affine(2 * math.log2(n), 2.0) if n > 1 else NOTHING
 
 
-def halving_doubling_all_reduce(n: int) -> Affine:
-    """Recursive halving then doubling; one exchange of M before and after if N is no power of 2."""
+def halving_doubling_all_reduce(n: int, skip: int = 0) -> Affine:
+    """Recursive halving without its first ``skip`` steps, then doubling.
+
+    If N is no power of 2, nothing is skipped, and one exchange of M comes before and after.
+    """
     if n < 2:
         return NOTHING
+    skip = _clamped("halving_doubling", n, skip)
     core = 1 << (n.bit_length() - 1)
     extra = 0 if core == n else 2
-    return Affine(2 * math.log2(core) + extra, 2 * (core - 1) / core + extra)
+    halved = 0.5**skip - 1 / core
+    return Affine(2 * math.log2(core) - skip + extra, halved + (core - 1) / core + extra)
+
+
+def rotated_trees_all_reduce(n: int, skip: int = 0) -> Affine:
+    """A binomial tree per slice of M / N without its lowest ``skip`` levels, up and down.
+
+    The trees are rotated against each other, so that all ranks are equally busy at every level.
+    """
+    if n < 2:
+        return NOTHING
+    skip = _clamped("tree", n, skip)
+    up = contributions("tree", n, skip) - 1
+    return Affine(2.0 * math.ceil(math.log2(n)) - skip, (up + n - 1) / n)
+
+
+def ring_reduce_scatter(n: int) -> Affine:
+    """The first half of a ring all-reduce; a pairwise all-to-all costs the same."""
+    return Affine(float(n - 1), (n - 1) / n) if n > 1 else NOTHING
 
 
 def ring_all_gather(n: int) -> Affine:
@@ -103,32 +128,57 @@ def scatter_broadcast(n: int) -> Affine:
     return Affine(math.log2(n) + n - 1, 2 * (n - 1) / n) if n > 1 else NOTHING
 
 
+def _clamped(collective: str, n: int, skip: int) -> int:
+    return min(max(skip, 0), most_skipped(collective, n))
+
+
 # --- tables per backend --------------------------------------------------------------------------
 
 
+def _own(collective: str, n: int, skip: int) -> Affine:
+    """Return the cost of an all-reduce of our own, a message per step."""
+    forms = {
+        "ring": ring_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+        "tree": rotated_trees_all_reduce,
+    }
+    return forms[collective](n, skip)
+
+
 def _model(collective: str, n: int, skip: int) -> Affine:
+    if collective in SKIPPING:
+        return _own(collective, n, skip)
     forms = {
         "all_reduce": ring_all_reduce(n),
         "all_gather": log_all_gather(n),
         "broadcast": tree_broadcast(n),
-        "ring": ring_all_reduce(n, skip),
+        # Not in the paper: textbook.
+        "reduce_scatter": ring_reduce_scatter(n),
+        "all_to_all": ring_reduce_scatter(n),
     }
     return forms[collective]
 
 
 def _nccl(collective: str, n: int, skip: int) -> Affine:
+    if collective in SKIPPING:
+        return _own(collective, n, skip)
     forms = {
         "all_reduce": ring_all_reduce(n),
         "all_gather": ring_all_gather(n),
         "broadcast": Affine(float(n - 1), 1.0),  # pipelined chain
-        "ring": ring_all_reduce(n, skip),
+        "reduce_scatter": ring_reduce_scatter(n),
+        "all_to_all": ring_reduce_scatter(n),
     }
     return forms[collective]
 
 
 def _gloo(collective: str, n: int, skip: int) -> Affine:
+    if collective in SKIPPING:
+        # They post their receives early, so a step costs alpha, and one alpha once. Measured for
+        # the ring; the others go the same way.
+        steps, payloads = _own(collective, n, skip)
+        return Affine(steps + 1.0, payloads)
     levels = math.ceil(math.log2(n))
-    steps, payloads = ring_all_reduce(n, skip)
     forms = {
         # Within 8 % of 23 of 24 measured cells with RTT >= 1 ms and M >= 1 MB.
         "all_reduce": Affine(4.0 * (n - 1), 2 * (n - 1) / n),
@@ -136,8 +186,11 @@ def _gloo(collective: str, n: int, skip: int) -> Affine:
         "all_gather": Affine(2.0 * (n - 1), float(n - 1)),
         # Binomial tree, measured 2.7 M/B at N = 4 and 6.0 M/B at N = 8.
         "broadcast": Affine(2.0 * levels, levels * (levels + 1) / 2),
-        # Our ring posts its receives early, so a step costs alpha, and one alpha once.
-        "ring": Affine(steps + 1.0, payloads),
+        # An all-reduce of which each rank keeps its part, by the bytes seen on the wire: 2 (N - 1)
+        # / N of the payload at N = 2 and 4. Its time was not measured.
+        "reduce_scatter": Affine(4.0 * (n - 1), 2 * (n - 1) / n),
+        # Bytes as seen on the wire, textbook steps with a rendezvous each. Not measured.
+        "all_to_all": Affine(2.0 * (n - 1), (n - 1) / n),
     }
     return forms[collective]
 
@@ -154,7 +207,7 @@ def coefficients(
     Args:
         collective: One of ``messages.COLLECTIVES``.
         n_ranks: Ranks N; one rank or none costs nothing.
-        skip: Ring steps left out, clamped to 0 .. N - 1; counts for ``ring`` only.
+        skip: Reduce steps left out of an all-reduce of our own, clamped to what it can skip.
         backend: Name of a table; a backend without one gets NCCL's, the textbook ring forms.
 
     Raises:

@@ -1,7 +1,7 @@
 """The options of a catalog: heads, ratio grids, and the rounds that a ratio costs.
 
-A *head* is a family with a collective and a number of skipped ring steps; every head has a grid of
-ratios, and heads times ratios are the options.
+A *head* is a family with a collective and a number of skipped reduce steps; every head has a grid
+of ratios, and heads times ratios are the options.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from numpy.typing import NDArray
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import FamilyKey
 from gradpilot.policies.cost import coefficients
-from gradpilot.protos.messages import Family, Option
+from gradpilot.policies.skipping import SKIPPING, most_skipped
+from gradpilot.protos.messages import REQUESTS, Family, Option
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 MAX_OPTIONS = 100_000
 
-KINDS = ("all_reduce", "fixed", "all_gather", "broadcast")
+KINDS = ("all_reduce", "fixed", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
 """Rounds by what carries them; ``fixed`` is an all-reduce that must not skip."""
 
-WIRE = ("all_reduce", "all_gather", "broadcast")
-"""What a round may ask for."""
+OFFERED = ("native", *SKIPPING, "allgather", "alltoall")
+"""Values of ``Option.collective`` whose costs are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A family with a collective and a number of skipped ring steps."""
+    """A family with a collective and a number of skipped reduce steps."""
 
     family: Family
     collective: str
@@ -58,7 +59,7 @@ def usable(family: Family, buckets: int) -> bool:
     return bool(family.ladder) and all(
         0 < point.ratio <= 1
         and len(point.buckets) == buckets
-        and all(r.bytes >= 0 and r.collective in WIRE for b in point.buckets for r in b.rounds)
+        and all(r.bytes >= 0 and r.collective in REQUESTS for b in point.buckets for r in b.rounds)
         for point in family.ladder
     )
 
@@ -68,22 +69,27 @@ def make_heads(families: Sequence[Family], world_size: int, ratios: int) -> list
     pairs = [
         (family, collective)
         for family in families
-        for collective in ("native", "ring", "allgather")
+        for collective in OFFERED
         if collective in family.collectives
     ]
-    rings = sum(collective == "ring" for _, collective in pairs)
+    furthest = [most_skipped(c, world_size) if _skippable(f) else 0 for f, c in pairs]
     budget = MAX_OPTIONS // max(ratios, 1) - len(pairs)
-    most = max(1, min(world_size, budget // max(rings, 1) + 1))
-    skips = np.unique(np.linspace(0, world_size - 1, most).round().astype(int))
+    skipping = sum(most > 0 for most in furthest)
+    share = max(budget // max(skipping, 1), 0)
     heads = []
-    for family, collective in pairs:
-        skippable = collective == "ring" and any(
-            r.collective == "all_reduce" and r.skippable
-            for b in family.ladder[0].buckets
-            for r in b.rounds
-        )
-        heads += [Head(family, collective, int(s)) for s in (skips if skippable else (0,))]
+    for (family, collective), most in zip(pairs, furthest, strict=True):
+        skips = np.unique(np.linspace(0, most, 1 + min(most, share)).round().astype(int))
+        heads += [Head(family, collective, int(skip)) for skip in skips]
     return heads
+
+
+def _skippable(family: Family) -> bool:
+    """Return whether any round of a family may leave out steps."""
+    return any(
+        r.collective == "all_reduce" and r.skippable
+        for b in family.ladder[0].buckets
+        for r in b.rounds
+    )
 
 
 def ratio_grid(ratios: Floats, most: int) -> Floats:
@@ -116,8 +122,8 @@ def sum_rounds(family: Family) -> Ladder:
 
 def carriers(head: Head, world_size: int, backend: str) -> tuple[Floats, Floats]:
     """Return the (a, b) coefficients of every kind of round under a head's collective."""
-    carrier = {"native": "all_reduce", "ring": "ring", "allgather": "all_gather"}[head.collective]
-    used = ((carrier, head.skip), (carrier, 0), ("all_gather", 0), ("broadcast", 0))
+    carrier = head.collective if head.collective in SKIPPING else "all_reduce"
+    used = ((carrier, head.skip), (carrier, 0), *((kind, 0) for kind in KINDS[2:]))
     pairs = np.array([coefficients(name, world_size, skip, backend) for name, skip in used])
     return pairs[:, 0], pairs[:, 1]
 

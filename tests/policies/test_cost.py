@@ -7,7 +7,9 @@ import pytest
 
 from gradpilot.errors import ConfigError
 from gradpilot.policies import cost
+from gradpilot.policies.skipping import SKIPPING, most_skipped
 from gradpilot.protos.messages import COLLECTIVES
+from gradpilot.worker_agent.collectives.base import SCHEDULES
 
 PARAMETERS = {
     "ResNet18": 11_689_512,
@@ -152,11 +154,23 @@ def test_skip_steps_and_speed_up() -> None:
 def test_textbook_forms() -> None:
     assert cost.halving_doubling_all_reduce(8) == (6, 1.75)
     assert cost.halving_doubling_all_reduce(6) == (6, 3.5)
+    # Halving moves 7/8, 3/8, 1/8 and 0 of the payload, doubling always 7/8.
+    halved = [cost.halving_doubling_all_reduce(8, skip) for skip in range(4)]
+    assert halved == [(6, 14 / 8), (5, 10 / 8), (4, 8 / 8), (3, 7 / 8)]
+    assert cost.rotated_trees_all_reduce(8) == (6, 14 / 8)
+    assert cost.rotated_trees_all_reduce(6) == (6, 10 / 6)
+    pruned = [cost.rotated_trees_all_reduce(6, skip) for skip in (1, 2, 3)]
+    assert pruned == [(5, 7 / 6), (4, 6 / 6), (3, 5 / 6)]
+    assert cost.ring_reduce_scatter(8) == (7, 7 / 8)
+    assert cost.coefficients("reduce_scatter", 8, 0, "gloo") == (28, 14 / 8)
     assert cost.tree_all_reduce(8) == (6, 6)
     assert cost.double_tree_all_reduce(8) == (6, 2)
     assert cost.scatter_broadcast(8) == (10, 1.75)
     assert cost.parameter_server(8) == (2, 14)
-    for form in (cost.ring_all_gather, cost.log_all_gather, cost.tree_broadcast):
+    for form in (
+        cost.ring_all_gather, cost.log_all_gather, cost.tree_broadcast, cost.ring_reduce_scatter,
+        cost.halving_doubling_all_reduce, cost.rotated_trees_all_reduce,
+    ):  # fmt: skip
         assert form(1) == (0, 0)
 
 
@@ -167,8 +181,48 @@ def test_tables(backend: str, collective: str) -> None:
     costs = [cost.coefficients(collective, n, 0, backend) for n in range(2, 40)]
     assert all(a > 0 and b > 0 for a, b in costs)
     assert [a for a, _ in costs] == sorted(a for a, _ in costs)
-    ring = [cost.coefficients("ring", 8, s, backend) for s in range(8)]
-    assert ring == sorted(ring, reverse=True)
+    for skip in range(1, most_skipped(collective, 8) + 1):
+        fewer, more = (cost.coefficients(collective, 8, s, backend) for s in (skip, skip - 1))
+        assert fewer[0] == more[0] - 1
+        assert fewer[1] < more[1]
+
+
+SCHEDULED = [
+    (name, n, skip)
+    for name in SKIPPING
+    for n in (2, 3, 4, 5, 6, 7, 8, 13, 16)
+    for skip in range(most_skipped(name, n) + 1)
+]
+
+
+@pytest.mark.parametrize(("name", "n", "skip"), SCHEDULED)
+def test_our_all_reduces_cost_what_their_schedules_do(name: str, n: int, skip: int) -> None:
+    made = [SCHEDULES.get(name).build(rank, n, skip=skip) for rank in range(n)]
+    steps = list(zip(*(s.steps for s in made), strict=True))
+    # All ranks do a step at once: the one with the longest message ends it.
+    slices = sum(max(len(step.send) for step in ranks) for ranks in steps)
+    for backend, once in (("model", 0), ("nccl", 0), ("gloo", 1)):
+        alphas, payloads = cost.coefficients(name, n, skip, backend)
+        assert alphas == len(steps) + once
+        assert payloads == pytest.approx(slices / made[0].slices)
+
+
+def test_skips_beyond_the_last_step_are_clamped() -> None:
+    for name in SKIPPING:
+        last = cost.coefficients(name, 8, most_skipped(name, 8))
+        assert cost.coefficients(name, 8, 99) == last
+        assert cost.coefficients(name, 8, -1) == cost.coefficients(name, 8)
+    assert cost.coefficients("halving_doubling", 6, 2) == cost.coefficients("halving_doubling", 6)
+    assert cost.coefficients("all_reduce", 8, 3) == cost.coefficients("all_reduce", 8)
+
+
+def test_two_stages_of_an_all_to_all_cost_less_than_a_gather_of_everything() -> None:
+    # Every rank hands in M, and gets 1 / N of everybody's sum back to hand it on.
+    for backend in cost.BACKENDS:
+        _, exchange = cost.coefficients("all_to_all", 8, 0, backend)
+        _, gather = cost.coefficients("all_gather", 8, 0, backend)
+        assert exchange + gather / 8 == pytest.approx(2 * 7 / 8)
+        assert exchange + gather / 8 < gather
 
 
 def test_unknown_collective() -> None:

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError, ProtocolError, UnknownNameError
 from gradpilot.protos.messages import Option, WireRound
-from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, Broadcast, Collective
+from gradpilot.worker_agent.collectives.base import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    Schedule,
+    Step,
+)
+from gradpilot.worker_agent.collectives.gather import gather_unequal
+from gradpilot.worker_agent.collectives.reduction import MAX, Reduction
 from gradpilot.worker_agent.collectives.ring import ring
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 from gradpilot.worker_agent.testing import average, gradients, relative_error, same_bits
@@ -47,6 +58,40 @@ def test_all_gather_and_broadcast() -> None:
     assert [o.tolist() for o in out] == [[1]] * 3
 
 
+def test_all_to_all_and_reduce_scatter() -> None:
+    out = run(lambda r: [AllToAll(torch.tensor([0, 1, 2, 3, 4, 5]) + 10 * r)], 3)
+    assert [o.tolist() for o in out] == [
+        [[2 * r, 2 * r + 1], [2 * r + 10, 2 * r + 11], [2 * r + 20, 2 * r + 21]] for r in range(3)
+    ]
+    out = run(lambda r: [ReduceScatter(torch.tensor([0, 1, 2, 3, 4, 5]) + 10 * r)], 3)
+    assert [o.tolist() for o in out] == [[30, 33], [36, 39], [42, 45]]
+
+
+@pytest.mark.parametrize("collective", ["native", "ring", "halving_doubling", "tree"])
+def test_reductions_other_than_the_sum(collective: str) -> None:
+    product = Reduction("product", Tensor.mul_, native=False)
+    for reduction, expected in ((MAX, [3, 30, 0]), (product, [6, 6000, 0])):
+        rounds = [
+            ask(AllReduce(torch.tensor([r, 10 * r, 0]), reduction=reduction)) for r in (1, 2, 3)
+        ]
+        estimates = run_lockstep(rounds, ats(3), Option(collective=collective))
+        assert [e.mean.tolist() for e in estimates] == [expected] * 3
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 2, 5), (1, 0, 0), (3, 3, 3)])
+def test_gather_of_unequal_lengths(lengths: tuple[int, ...]) -> None:
+    def rounds(rank: int) -> Rounds:
+        parts = yield from gather_unequal(torch.full((lengths[rank],), float(rank + 1)))
+        return Estimate(torch.cat(parts), None)
+
+    log: list[WireRound] = []
+    estimates = run_lockstep([rounds(r) for r in range(3)], ats(3), log=log)
+    expected = [float(r + 1) for r in range(3) for _ in range(lengths[r])]
+    assert all(e.mean.tolist() == expected for e in estimates)
+    longest = [WireRound("all_gather", 4 * max(lengths))] if any(lengths) else []
+    assert log == [WireRound("all_gather", 8), *longest]
+
+
 def all_gather(rank: int) -> list[Collective]:
     return [AllGather(torch.tensor([rank + 1]))]
 
@@ -59,7 +104,15 @@ def all_reduce(rank: int) -> list[Collective]:
     return [AllReduce(torch.tensor([rank + 1]))]
 
 
-@pytest.mark.parametrize("make", [all_gather, broadcast, all_reduce])
+def all_to_all(rank: int) -> list[Collective]:
+    return [AllToAll(torch.full((3,), rank + 1))]
+
+
+def reduce_scatter(rank: int) -> list[Collective]:
+    return [ReduceScatter(torch.full((3,), rank + 1))]
+
+
+@pytest.mark.parametrize("make", [all_gather, broadcast, all_reduce, all_to_all, reduce_scatter])
 def test_replies_are_the_rank_s_own(make: Callable[[int], list[Collective]]) -> None:
     out = run(make, 3)
     out[0].zero_()
@@ -76,6 +129,9 @@ def test_replies_are_the_rank_s_own(make: Callable[[int], list[Collective]]) -> 
         (AllReduce(torch.zeros(5)), "rank 2 asks for all_reduce of 5 torch.float32"),
         (AllReduce(torch.zeros(4).half()), "rank 2 asks for all_reduce of 4 torch.float16"),
         (AllReduce(torch.zeros(4), skippable=False), r"rank 2 asks for .* \(not skippable\)"),
+        (AllReduce(torch.zeros(4), reduction=MAX), "rank 2 asks for .* by max"),
+        (ReduceScatter(torch.zeros(4)), "rank 2 asks for reduce_scatter of 4 torch.float32"),
+        (AllToAll(torch.zeros(4)), "rank 2 asks for all_to_all of 4 torch.float32"),
     ],
 )
 def test_names_the_odd_rank(odd: Collective, message: str) -> None:
@@ -105,6 +161,32 @@ def test_a_schedule_that_does_not_match_is_refused() -> None:
     made = [ring(rank, 4, shift=1 if rank == 2 else 0) for rank in range(4)]
     with pytest.raises(ProtocolError, match="rank 2 expects slice"):
         run_schedules(payloads, made)
+
+
+def two_ranks(first: Step, second: Step) -> list[Schedule]:
+    return [Schedule(2, (step,), (), 2) for step in (first, second)]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            two_ranks(Step(1, (0, 1), 1, (), True), Step(0, (), 0, (1, 0), True)),
+            r"rank 1 expects slices \(1, 0\) from rank 0, which sends slices \(0, 1\) to rank 1",
+        ),
+        (
+            two_ranks(Step(1, (0, 1), 1, (), True), Step(0, (), 0, (), True)),
+            "2 slices are sent in a step, but 0 received",
+        ),
+        (
+            two_ranks(Step(1, (0,), 1, (1,), True), Step(0, (1,), 0, (0,), False)),
+            "some ranks reduce in a step in which others gather",
+        ),
+    ],
+)
+def test_steps_that_do_not_match_are_refused(made: list[Schedule], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        run_schedules([torch.zeros(8), torch.zeros(8)], made)
 
 
 def test_unknown_schedule_or_compressor() -> None:
@@ -139,7 +221,10 @@ def test_a_nonfinite_step_leaves_residuals_alone() -> None:
     assert all(map(same_bits, step.residuals, before))
 
 
-@pytest.mark.parametrize(("collective", "world_size"), [("native", 1024), ("ring", 256)])
+@pytest.mark.parametrize(
+    ("collective", "world_size"),
+    [("native", 1024), ("ring", 256), ("halving_doubling", 256), ("tree", 200)],
+)
 def test_many_ranks(collective: str, world_size: int) -> None:
     grads = gradients(300, world_size)
     step = virtual_step(Option(collective=collective), grads)
