@@ -110,7 +110,7 @@ def test_gain_of_known_distributions() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan, math.inf])
 def test_refuses_a_ratio_out_of_bounds(ratio: float) -> None:
-    with pytest.raises(ConfigError, match=r"ratio must lie in \(0, 1\]"):
+    with pytest.raises(ConfigError, match=r"topk: setting ratio must be a number in \(0, 1\]"):
         TopK(ratio=ratio)
 
 
@@ -119,7 +119,7 @@ def test_refuses_what_it_cannot_do() -> None:
         create(
             Option("topk", 0.1, "allgather", settings=(Setting("selection", "star"),)),
         )
-    with pytest.raises(ConfigError, match="can be carried by allgather, got 'native'"):
+    with pytest.raises(ConfigError, match="can be carried by allgather, hierarchical, got 'native'"):
         create(Option("topk", 0.1, "native"))
     with pytest.raises(ConfigError, match=r"2147483648 elements.*at most 2\*\*31 - 1"):
         TopK().wire(1 << 31)
