@@ -23,6 +23,12 @@ KINDS = 32
 PER_KIND = 24
 """Operations remembered of one kind, so that a frequent kind cannot push out a rare one."""
 
+PLACES = 8192
+"""(bucket, round) whose waits are remembered; the least recently seen goes first."""
+
+PER_PLACE = 8
+"""Waits remembered of one of them."""
+
 MAX_AGE_SECONDS = 1800.0
 """Older operations say nothing about the link of today."""
 
@@ -53,6 +59,7 @@ class OperationJoiner:
         self._pending: OrderedDict[_Key, _Pending] = OrderedDict()
         self._done: OrderedDict[_Key, None] = OrderedDict()
         self._joined: OrderedDict[_Kind, deque[_Joined]] = OrderedDict()
+        self._waits: OrderedDict[tuple[int, int], deque[tuple[int, float]]] = OrderedDict()
 
     def add(self, rank: int, samples: Iterable[WireSample], now: float, expected: int) -> None:
         """Take the samples of one rank.
@@ -90,6 +97,21 @@ class OperationJoiner:
         self._pending.clear()
         self._done.clear()
         self._joined.clear()
+        self._waits.clear()
+
+    def straggle(self, since_step: int) -> float:
+        """Return what the median rank waits in the collectives of a step for slower ranks, seconds.
+
+        Joined per operation: over a window, ranks that are late in turn have equal medians.
+
+        Args:
+            since_step: Earlier steps do not count, such as those under another plan.
+        """
+        total = 0.0
+        for waits in self._waits.values():
+            seconds = [wait for step, wait in waits if step >= since_step]
+            total += statistics.median(seconds) if seconds else 0.0
+        return total
 
     def recent(self, now: float) -> tuple[Operation, ...]:
         """Return the joined operations, oldest first."""
@@ -128,3 +150,10 @@ class OperationJoiner:
         self._joined.move_to_end(pending.kind)
         if len(self._joined) > KINDS:
             self._joined.popitem(last=False)
+        step, bucket, number = key
+        if bucket >= 0:  # no probe
+            place = (bucket, number)
+            self._waits.setdefault(place, deque(maxlen=PER_PLACE)).append((step, straggle))
+            self._waits.move_to_end(place)
+            if len(self._waits) > PLACES:
+                self._waits.popitem(last=False)

@@ -166,6 +166,11 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("policy_errors", "Decisions that failed.", lambda v: v.run.decisions.outcomes["error"]),
     ("reports", "Reports taken.", lambda v: v.run.reports_taken),
     (
+        "probe_repeats",
+        "Probes of the link that a policy wanted while one was under way; not sent.",
+        lambda v: v.run.probes.repeats,
+    ),
+    (
         "agent_reports_dropped",
         "Reports that agents dropped from a full queue.",
         _total("reports_dropped"),

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from gradpilot.controller.config import ControllerConfig
 from gradpilot.controller.errors import StoreError
+from gradpilot.controller.probing import patience
 from gradpilot.controller.run import Run
 from gradpilot.controller.runs import Runs
 from gradpilot.controller.sessions import Sessions
@@ -23,6 +24,7 @@ from gradpilot.controller.store import Store
 from gradpilot.controller.totals import OUTCOMES
 from gradpilot.errors import ConfigError, GradpilotError
 from gradpilot.policies.base import Inputs, Outcome
+from gradpilot.policies.guards import settle
 from gradpilot.protos.messages import (
     Assignment,
     Decision,
@@ -181,6 +183,8 @@ class Planner:
         try:
             outcome, text = await self._solver.decide(self._config.policy, inputs)
             options = _checked(outcome, inputs)
+            asked, outcome = outcome, settle(outcome, inputs)
+            run.probes.repeats += outcome is not asked
         except GradpilotError as error:
             outcome, options = Outcome("error", str(error)), ()
         seconds = time.monotonic() - now
@@ -215,8 +219,19 @@ class Planner:
                 run.setbacks += 1
                 logger.error("decision not stored, so not sent: %s", error, extra=_where(run))
                 return
-        if outcome.outcome == "probe":
-            self._sessions.send(run, ProbeRequest(decision.id, *outcome.probe_bytes))
+            if outcome.history is not None:
+                run.history = outcome.history
+            if outcome.outcome == "probe":
+                self._ask_for_probe(run, decision.id, inputs, outcome.probe_bytes)
+
+    def _ask_for_probe(self, run: Run, id_: int, inputs: Inputs, sizes: tuple[int, ...]) -> None:
+        """Ask all ranks; the caller has checked that none is under way."""
+        plan = inputs.current
+        interval = plan.interval if plan is not None else self._settings.interval
+        wait = patience(self._config.report_seconds, interval, inputs.step_seconds)
+        ranks = [rank for rank, member in run.members.items() if member.connected]
+        run.probes.ask(id_, run.step, ranks, time.monotonic() + wait)
+        self._sessions.send(run, ProbeRequest(id_, *sizes))
 
     async def _pin_again(self, run: Run) -> None:
         async with run.lock:

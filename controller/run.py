@@ -15,8 +15,10 @@ from dataclasses import replace
 
 from gradpilot.controller.errors import NotFoundError, RefusedError
 from gradpilot.controller.joining import OperationJoiner
+from gradpilot.controller.layouts import PastLayouts, may_open
 from gradpilot.controller.member import Member
 from gradpilot.controller.plans import PlanBook
+from gradpilot.controller.probing import ProbeWatch
 from gradpilot.controller.store import RETIRED_KEPT, Memory, StoredRun
 from gradpilot.controller.totals import DecisionStats, Totals
 from gradpilot.controller.window import (
@@ -28,6 +30,7 @@ from gradpilot.controller.window import (
 )
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.base import Inputs, PolicySettings
+from gradpilot.policies.history import History, stored_history
 from gradpilot.protos.messages import (
     Ability,
     Ack,
@@ -38,15 +41,13 @@ from gradpilot.protos.messages import (
     Hello,
     Layout,
     LinkEstimate,
+    Option,
     Plan,
     Report,
 )
 from gradpilot.protos.validate import validate_report
 
 logger = logging.getLogger(__name__)
-
-PAST_LAYOUTS = 8
-"""Layouts of the same start of the job that a slow rank may still announce."""
 
 REFUSALS = ("invalid", "layout", "sequence", "catalog", "session", "too_large")
 """Why something an agent sent was refused."""
@@ -85,6 +86,9 @@ class Run:
         """Newest decision, without its inputs: those are large, and the store has them."""
         self.link: LinkEstimate | None = None
         self.link_at = now
+        self.history = History()
+        """What the policy's decisions learned."""
+        self.probes = ProbeWatch()
         self.predicted_step_seconds = math.nan
         self.plans = PlanBook()
         self.changes = 0
@@ -98,7 +102,7 @@ class Run:
         """When the last session ended; None while one is open."""
         self.lock = asyncio.Lock()
         """Held while a decision is numbered, stored and published."""
-        self._past_layouts: deque[str] = deque(maxlen=PAST_LAYOUTS)
+        self._past_layouts = PastLayouts()
         self._fresh_since: float | None = None
         self._switch_step = self.step
         self._force_key: tuple[int, int] | None = None
@@ -106,6 +110,7 @@ class Run:
         if memory.decision is not None:
             self.decision = replace(memory.decision, inputs_json="")
             self.link = memory.decision.link
+            self.history = stored_history(memory.decision.inputs_json)
             self.link_at -= max(time.time() - memory.decision.created, 0.0)
             self.plans.number(memory.decision.id)
         if memory.plan is not None:
@@ -140,9 +145,10 @@ class Run:
         member.hello = hello
         member.connected = True
         member.sequence = -1
+        self.probes.clear()  # what the rank was asked went to an earlier session
         self.ended_at = None
         self.step = max(self.step, hello.step)
-        if hello.plan is not None:
+        if hello.plan is not None and hello.plan.id:  # 0: what it started with
             self.plans.remember(hello.plan)
         self.touch()
         return member
@@ -172,23 +178,22 @@ class Run:
     def set_catalog(self, rank: int, catalog: Catalog) -> bool:
         """Take what a rank can do; return whether the run's layout changed by it.
 
-        DDP rebuilds its buckets on all ranks, but their catalogs come one after another: the first
-        opens the new layout, the others must follow it.
-
         Raises:
             RefusedError: Its layout is neither the run's nor a change that may come now.
         """
         member = self.members[rank]
         digest = catalog.layout.digest
-        changed = self.layout is None or digest != self.layout.digest
-        if changed and self._is_behind(rank, digest):
+        current = self.layout.digest if self.layout else ""
+        changed = digest != current
+        if changed and self._past_layouts.is_behind(self.members, rank, digest, current):
             member.layout = digest
             return False
-        if changed and not self._may_change(rank, digest):
+        known = self.layout is not None
+        if changed and known and not may_open(self.members, rank, current, self.world_size):
             raise RefusedError(
                 f"rank {rank} has layout {digest}, the other ranks of run {self.run!r} model"
-                f" {self.model!r} have {self.layout.digest if self.layout else ''}; all ranks must"
-                " wrap the same model with the same DDP settings",
+                f" {self.model!r} have {current}; all ranks must wrap the same model with the same"
+                " DDP settings",
                 "catalog",
             )
         if digest != member.layout:
@@ -232,6 +237,7 @@ class Run:
         self.step = max(self.step, report.last_step)
         self.totals.add(rank, report.counters)
         self.operations.add(rank, report.samples, now, self.world_size)
+        self.probes.take(rank, report.samples)
         self.reports_taken += 1
         if self._force_key != key and self.in_force_key() == key:
             self._force_key = key
@@ -272,6 +278,11 @@ class Run:
     def in_force(self) -> Plan | None:
         """Return the plan that the ranks carry out; None before the first."""
         return self.plans.get(self.in_force_key())
+
+    def start(self) -> Option | None:
+        """Return the option of all buckets before the first plan; None if no rank said."""
+        plans = (m.hello.plan for m in self.members.values() if m.connected)
+        return next((p.default for p in plans if p is not None and not p.id), None)
 
     def news(self, now: float, window_seconds: float) -> str:
         """Return why a decision is due; empty if it is not.
@@ -327,9 +338,13 @@ class Run:
             buckets=bucket_states(self.layout, buckets),
             compute_seconds=now_measured.compute_seconds if now_measured else 0.0,
             step_seconds=now_measured.step_seconds if now_measured else 0.0,
+            straggle_seconds=self.operations.straggle(self._switch_step),
             current=current,
+            start=self.start(),
             steps_since_switch=max(self.step - self._switch_step, 0),
             link=self._aged_link(now),
+            history=self.history,
+            probing=self.probes.pending(now),
             backend=backends.most_common(1)[0][0] if backends else "gloo",
             sequential=any(m.hello.emulated for m in self.members.values()),
             settings=settings,
@@ -400,28 +415,19 @@ class Run:
         self.layout, self.families, self.abilities = None, (), ()
         self.plans.use_layout("")
         self.operations.clear()
+        self.probes.clear()
+        self.history = History()
         self._past_layouts.clear()
         self._force_key, self._fresh_since, self._force_decision = None, None, ""
         self.step = self._switch_step = hello.step
         self.changes += 1
 
-    def _is_behind(self, rank: int, digest: str) -> bool:
-        """Return whether a rank has not rebuilt yet while others have."""
-        others = (m.layout for r, m in self.members.items() if r != rank)
-        current = self.layout.digest if self.layout else ""
-        return digest in self._past_layouts and current in others
-
-    def _may_change(self, rank: int, digest: str) -> bool:
-        """Return whether a rank may open a new layout: all have the present one, or no other."""
-        current = self.layout.digest if self.layout else ""
-        have = {r for r, m in self.members.items() if m.layout == current}
-        return self.layout is None or len(have) == self.world_size or have <= {rank}
-
     def _change_layout(self, catalog: Catalog) -> None:
         if self.layout is not None:
-            self._past_layouts.append(self.layout.digest)
+            self._past_layouts.add(self.layout.digest)
         self.layout, self.families = catalog.layout, catalog.families
         self.abilities = catalog.abilities
+        self.probes.clear()
         self.plans.use_layout(catalog.layout.digest)
         self._force_key, self._fresh_since, self._force_decision = None, None, ""
         self._switch_step = self.step

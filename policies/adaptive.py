@@ -6,12 +6,16 @@ import numpy as np
 
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
 from gradpilot.policies.choice import Choice, allowed, choose, improvement
+from gradpilot.policies.correction import freshness
+from gradpilot.policies.dwell import dwell
 from gradpilot.policies.evaluation import Evaluation, Indices
 from gradpilot.policies.guards import judge, sane
+from gradpilot.policies.history import ratio_bucket
+from gradpilot.policies.learning import next_history
 from gradpilot.policies.link import changed_operations, fit_link, wide_enough
 from gradpilot.policies.problem import Space
 from gradpilot.policies.solver import per_bucket
-from gradpilot.protos.messages import DENSE, Candidate, LinkEstimate
+from gradpilot.protos.messages import Candidate, LinkEstimate
 
 PROBE_BYTES = (4 << 10, 1 << 20)
 
@@ -50,7 +54,7 @@ def _decide(inputs: Inputs) -> Outcome:
     if len(space) == 0:
         return Outcome("keep", "kept: the catalog has no usable family", link=link)
 
-    current = space.current()  # first, so that the plan in force is a candidate, too
+    present = space.present()
     evaluation = space.uniform()
     how = f"{len(evaluation.gain)} candidates"
     if inputs.settings.per_bucket:
@@ -60,31 +64,33 @@ def _decide(inputs: Inputs) -> Outcome:
         return Outcome("keep", "kept: no candidate has usable measurements", link=link)
 
     options = space.options(evaluation.rows[choice.index])
-    reference = current
-    if reference is None and not space.current_options:
-        reference = _dense(space)
     saving, permitted = float("nan"), True
-    if reference is not None and reference.valid[0]:
-        saving = improvement(evaluation, choice, reference, inputs.settings)
-        permitted = bool(allowed(reference, inputs.settings)[0])
-    verdict = judge(inputs, space.current_options, options, saving, permitted)
+    if present is not None and present.valid[0]:
+        saving = improvement(evaluation, choice, present, inputs.settings)
+        permitted = bool(allowed(present, inputs.settings)[0])
+    needed = dwell(inputs, options, link)
+    verdict = judge(inputs, space.current_options, options, saving, permitted, needed)
     chosen = space.candidate(evaluation, choice.index)
+    taken = options if verdict.switch else ()
+    in_force = present if space.current_options else None
     return Outcome(
         outcome="switch" if verdict.switch else "keep",
         reason=". ".join(
             [
                 _headline(verdict.switch, verdict.reason, chosen, choice),
-                *_versus(space, reference),
+                _versus(space, present),
+                *_memory_text(inputs, space, chosen),
                 _link_text(inputs, link),
                 *_carrier_text(space, evaluation, choice),
                 how,
             ]
         ),
-        options=options if verdict.switch else (),
+        options=taken,
         chosen=chosen,
-        current=space.candidate(current, 0) if current is not None else None,
+        current=space.candidate(in_force, 0) if in_force is not None else None,
         front=tuple(space.candidate(evaluation, int(i)) for i in _thin(choice)),
         link=link,
+        history=next_history(inputs, space.gains, space.present_options, taken, link),
     )
 
 
@@ -102,13 +108,6 @@ def _mixed(inputs: Inputs, space: Space, uniform: Evaluation) -> tuple[Evaluatio
             f"{alone}, uniform only: the solver failed ({type(error).__name__}: {error})",
         )
     return uniform.join(mixed), f"{alone} and {how}"
-
-
-def _dense(space: Space) -> Evaluation | None:
-    number = space.add(DENSE)
-    if number is None:
-        return None
-    return space.evaluate(np.full((1, len(space.inputs.layout.buckets)), number, dtype=np.intp))
 
 
 def _probe_sizes(inputs: Inputs) -> tuple[int, int]:
@@ -151,12 +150,31 @@ def _headline(switch: bool, why: str, chosen: Candidate, choice: Choice) -> str:
     return f"{verb} {_name(chosen)} ({why}{nothing}): {_predicted(chosen)}"
 
 
-def _versus(space: Space, reference: Evaluation | None) -> list[str]:
-    if reference is None:
-        return []
-    old = space.candidate(reference, 0)
+def _versus(space: Space, present: Evaluation | None) -> str:
     word = "in force" if space.current_options else "without a plan"
-    return [f"{word}: {_name(old)}, {_predicted(old)}"]
+    if not space.present_options:
+        return f"{word}: not known, the agents did not say what they started with"
+    if present is None:
+        names = " + ".join(o.label for o in dict.fromkeys(space.present_options))
+        return f"{word}: {names}, which the catalog does not have"
+    old = space.candidate(present, 0)
+    return f"{word}: {_name(old)}, {_predicted(old)}"
+
+
+def _memory_text(inputs: Inputs, space: Space, chosen: Candidate) -> list[str]:
+    """Tell which earlier experience went into the gain of what is not in use."""
+    texts = []
+    for option in dict.fromkeys(chosen.options):
+        for record in inputs.history.gains:
+            same = (record.compressor, record.settings) == option.family
+            if not same or ratio_bucket(record.ratio) != ratio_bucket(option.ratio):
+                continue
+            if option not in space.present_options and freshness(record, inputs.step) > 0:
+                texts.append(
+                    f"gain of {option.label} was {record.factor:.2f} of the predicted one"
+                    f" {inputs.step - record.step} steps ago"
+                )
+    return texts
 
 
 def _link_text(inputs: Inputs, link: LinkEstimate) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gradpilot.policies.history import History
 from gradpilot.protos.messages import (
     DENSE,
     Candidate,
@@ -76,7 +77,8 @@ class PolicySettings:
             efficiency as a power of gain is too kind to very small gains, and the residual that
             builds up under them makes the measured gain smaller than the predicted one.
         min_improvement: A switch must cut the predicted cost by this share, such as 0.05.
-        dwell_steps: Least number of steps between two switches.
+        dwell_steps: Least number of steps between two switches; back to a plan that was left
+            lately it doubles with every time that it was.
         interval: Decision step N of the plans made.
         fixed: Option of the policy ``fixed``.
         per_bucket: Whether buckets may get different options (groups by size).
@@ -113,9 +115,13 @@ class Inputs:
         buckets: State per bucket, in layout order.
         compute_seconds: Step time less exposed time, the part no plan changes.
         step_seconds: Measured median step time under ``current``; 0 if unknown.
+        straggle_seconds: What the median rank waits in the collectives of a step for slower ranks.
         current: Plan in force; None before the first.
+        start: Option of all buckets before the first plan; None if the agents did not say.
         steps_since_switch: Steps under ``current``.
         link: Estimate of the previous decision; None at the first.
+        history: What the previous decisions learned.
+        probing: Number of the decision whose probe is under way; 0 if none is.
         backend: Backend of the gradient collectives.
         sequential: Whether buckets go one after another even under a native plan, as they do over
             an emulated link.
@@ -134,9 +140,13 @@ class Inputs:
     buckets: tuple[BucketState, ...]
     compute_seconds: float
     step_seconds: float = 0.0
+    straggle_seconds: float = 0.0
     current: Plan | None = None
+    start: Option | None = None
     steps_since_switch: int = 0
     link: LinkEstimate | None = None
+    history: History = field(default_factory=History)
+    probing: int = 0
     backend: str = "gloo"
     sequential: bool = False
     settings: PolicySettings = field(default_factory=PolicySettings)
@@ -155,6 +165,7 @@ class Outcome:
         front: Pareto set.
         link: Link estimate; None if there is none yet.
         probe_bytes: Two sizes to probe; empty unless ``probe``.
+        history: What the next decision should know; None to leave that as it is.
     """
 
     outcome: str
@@ -165,6 +176,7 @@ class Outcome:
     front: tuple[Candidate, ...] = ()
     link: LinkEstimate | None = None
     probe_bytes: tuple[int, ...] = ()
+    history: History | None = None
 
 
 class Policy(Protocol):

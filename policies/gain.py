@@ -14,15 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradpilot.policies.base import BucketState
-from gradpilot.policies.compute import bracket
+from gradpilot.policies.compute import FamilyKey, bracket
+from gradpilot.policies.correction import Corrections, Live
+from gradpilot.policies.history import GainRecord
+from gradpilot.policies.skipping import contributions
 from gradpilot.protos.messages import ENERGY_RATIOS, Bucket, Family, Option
 
 Floats = NDArray[np.float64]
 
 SKIP_EXPONENT = 0.86
-"""Efficiency of skipping S of N ring steps = ((N - S) / N) ** this. CNN on Fashion-MNIST, N = 4,
-S = 2, random rotation: 600 and 400 steps to 86 % against 300 and 250, so about 1.8 times the steps
-at gain 0.5, two seeds."""
+"""Efficiency of hearing a share of the ranks = share ** this. CNN on Fashion-MNIST, ring of N = 4
+with 2 steps skipped, random rotation: 600 and 400 steps to 86 % against 300 and 250, so about 1.8
+times the steps at share 0.5, two seeds."""
 
 SMALLEST = 1e-9
 CORRECTION = (0.1, 10.0)
@@ -64,6 +67,8 @@ class GainModel:
         current: Option per bucket that the measured gains belong to; empty if unknown. A bucket
             whose option skips is not corrected: its gain holds the skipping too.
         families: Families by which measured gains are compared with predicted ones.
+        records: What is remembered of options that were in use.
+        step: Present step, from which the age of records is counted.
     """
 
     def __init__(
@@ -72,24 +77,28 @@ class GainModel:
         states: Sequence[BucketState],
         current: Sequence[Option] = (),
         families: Sequence[Family] = (),
+        records: Sequence[GainRecord] = (),
+        step: int = 0,
     ) -> None:
         self.weights = _weights(buckets, states)
         self._curves = np.log(_curves(states))
         self._knots = np.log(ENERGY_RATIOS)
-        self._corrections: dict[tuple[str, object], Floats] = {}
-        found: dict[tuple[str, object], Floats] = {}
-        known = {(family.compressor, family.settings): family for family in families}
-        for b, (state, option) in enumerate(zip(states, current, strict=False)):
-            family = known.get(option.family)
-            if family is None or option.skip or not 0 < state.gain <= 1.000001:
-                continue
-            predicted = self.gain(family, np.array([option.ratio]))[0, b]
-            factor = float(np.clip(state.gain / max(predicted, SMALLEST), *CORRECTION))
-            found.setdefault(option.family, np.ones(len(self.weights)))[b] = factor
-        self._corrections = found
+        live = self._measured(states, current, families)
+        self._corrections = Corrections(live, records, step, len(self.weights))
 
     def gain(self, family: Family, ratios: Floats) -> Floats:
-        """Return gains of shape (ratios, buckets), in (0, 1], growing with the ratio."""
+        """Return gains of shape (ratios, buckets), in (0, 1].
+
+        They grow with the ratio where all of them are corrected by one factor.
+        """
+        gains = self.predicted(family, ratios)
+        factors = self._corrections.factors((family.compressor, family.settings), ratios)
+        if factors is not None:
+            gains = gains * factors
+        return np.clip(gains, SMALLEST, 1.0)
+
+    def predicted(self, family: Family, ratios: Floats) -> Floats:
+        """Return what the family's model alone says, (ratios, buckets), growing with the ratio."""
         shape = (len(ratios), len(self.weights))
         if family.gain_model == "energy":
             gains = family.gain_factor * self._energy(ratios)
@@ -97,10 +106,26 @@ class GainModel:
             gains = np.broadcast_to(ratios[:, None], shape)
         else:
             gains = np.full(shape, family.gain_factor)
-        correction = self._corrections.get((family.compressor, family.settings))
-        if correction is not None:
-            gains = gains * correction
         return np.clip(gains, SMALLEST, 1.0)
+
+    def _measured(
+        self, states: Sequence[BucketState], current: Sequence[Option], families: Sequence[Family]
+    ) -> dict[FamilyKey, Live]:
+        """Compare measured gains of the options in use with predicted ones."""
+        known = {(family.compressor, family.settings): family for family in families}
+        found: dict[FamilyKey, Live] = {}
+        for b, (state, option) in enumerate(zip(states, current, strict=False)):
+            family = known.get(option.family)
+            if family is None or option.skip or not usable_gain(state.gain):
+                continue
+            if not 0 < option.ratio <= 1:
+                continue
+            predicted = self.predicted(family, np.array([option.ratio]))[0, b]
+            factor = np.clip(state.gain / max(predicted, SMALLEST), *CORRECTION)
+            ratios, logs = found.get(option.family, Live((), np.zeros(len(self.weights))))
+            logs[b] = np.log(factor)
+            found[option.family] = Live(tuple(dict.fromkeys((*ratios, option.ratio))), logs)
+        return found
 
     def _energy(self, ratios: Floats) -> Floats:
         """Interpolate in log energy and log ratio; below the first knot along the first slope."""
@@ -113,16 +138,20 @@ class GainModel:
         return energies
 
 
+def usable_gain(gain: float) -> bool:
+    """Return whether a measured gain is one; sums of rounded squares may end just above 1."""
+    return 0 < gain <= 1.000001
+
+
 def efficiency(gain: Floats, exponent: float) -> Floats:
     """Return progress of one step relative to a dense step, (0, 1]."""
     bounded: Floats = np.clip(gain, SMALLEST, 1.0) ** max(exponent, 0.0)
     return np.clip(bounded, SMALLEST, 1.0)
 
 
-def skip_gain(world_size: int, skip: int | Floats) -> Floats:
-    """Return the share of a gradient that a ring with ``skip`` steps left out delivers."""
-    left = (world_size - np.asarray(skip, dtype=np.float64)) / max(world_size, 1)
-    return np.clip(left, SMALLEST, 1.0)
+def skip_gain(collective: str, world_size: int, skip: int) -> float:
+    """Return the share of a gradient that is heard with ``skip`` steps of a collective left out."""
+    return contributions(collective, world_size, skip) / world_size if world_size > 0 else 1.0
 
 
 def _weights(buckets: Sequence[Bucket], states: Sequence[BucketState]) -> Floats:

@@ -1,11 +1,12 @@
-"""What must hold before a plan is replaced."""
+"""What must hold before a plan is replaced, or ranks are asked for a probe."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gradpilot.policies.base import Inputs
+from gradpilot.policies.base import Inputs, Outcome
+from gradpilot.policies.dwell import Dwell
 from gradpilot.protos.messages import Option
 
 
@@ -41,6 +42,7 @@ def judge(
     chosen: tuple[Option, ...],
     gain: float,
     permitted: bool = True,
+    needed: Dwell | None = None,
 ) -> Verdict:
     """Decide whether ``chosen`` replaces the plan in force.
 
@@ -50,17 +52,19 @@ def judge(
         chosen: Option per bucket wanted.
         gain: Predicted saving over the plan in force, a share; NaN if that cannot be predicted.
         permitted: Whether the plan in force keeps the gain floor; if not, it must go at any cost.
+        needed: How long the plan in force must stay before ``chosen``; None for the least.
     """
     settings = inputs.settings
+    least = Dwell(settings.dwell_steps)
+    steps, times = needed if needed is not None and permitted else least
     if not current:
         return Verdict(True, "first plan")
     if chosen == current:
         return Verdict(False, "already in force")
-    if inputs.steps_since_switch < settings.dwell_steps:
+    if inputs.steps_since_switch < steps:
+        again = f", for it was left {times} times lately" if times else ""
         return Verdict(
-            False,
-            f"only {inputs.steps_since_switch} of {settings.dwell_steps} steps since the last"
-            " switch",
+            False, f"only {inputs.steps_since_switch} of {steps} steps since the last switch{again}"
         )
     if not permitted:
         return Verdict(
@@ -73,3 +77,15 @@ def judge(
             False, f"saves {100 * gain:.1f} %, less than {100 * settings.min_improvement:.1f} %"
         )
     return Verdict(True, f"saves {100 * gain:.1f} %")
+
+
+def settle(outcome: Outcome, inputs: Inputs) -> Outcome:
+    """Return what becomes of a policy's answer: a probe that is under way is not asked again."""
+    if outcome.outcome != "probe" or not inputs.probing:
+        return outcome
+    return replace(
+        outcome,
+        outcome="keep",
+        reason=f"kept: the probe of decision {inputs.probing} is under way. {outcome.reason}",
+        probe_bytes=(),
+    )

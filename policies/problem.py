@@ -28,7 +28,7 @@ from gradpilot.policies.options import (
     sum_rounds,
     usable,
 )
-from gradpilot.policies.timeline import step_seconds, wire_end
+from gradpilot.policies.timeline import step_seconds, straggle_seconds, wire_end
 from gradpilot.protos.messages import BF16, DENSE, Candidate, Family, LinkEstimate, Option
 
 Floats = NDArray[np.float64]
@@ -72,7 +72,18 @@ class Space:
         self._ready = np.maximum(ready, 0.0)
         self._compute = ComputeModel(inputs.compute)
         self.current_options = current_options(inputs)
-        self._gain = GainModel(buckets, inputs.buckets, self.current_options, inputs.families)
+        """Option per bucket under the plan in force; empty before the first plan."""
+        start = () if inputs.start is None else (inputs.start,) * len(buckets)
+        self.present_options = self.current_options or start
+        """The same, and before the first plan what the ranks started with; empty if unknown."""
+        self.gains = GainModel(
+            buckets,
+            inputs.buckets,
+            self.present_options,
+            inputs.families,
+            inputs.history.gains,
+            inputs.step,
+        )
         self._ladders: dict[int, Ladder] = {}
         families = [f for f in inputs.families if usable(f, len(buckets))]
         self.heads = make_heads(families, inputs.world_size, inputs.settings.ratios)
@@ -88,6 +99,13 @@ class Space:
         self._first = np.cumsum([0, *(len(t.ratio) for t in tables)])
         self.table = Table.join(tables) if tables else None
         self._extra: list[Option] = []
+        self._straggle = 0.0
+        predicted = inputs.compute_seconds
+        present = self.present()  # first, so that what is in use is a candidate, too
+        if present is not None and present.valid[0]:
+            predicted = float(present.step_seconds[0])
+        waited = inputs.straggle_seconds
+        self._straggle = straggle_seconds(waited, inputs.step_seconds, predicted)
 
     def __len__(self) -> int:
         return 0 if self.table is None else len(self.table.ratio)
@@ -139,7 +157,7 @@ class Space:
         compress, decompress = self._compute.seconds(key, ratios, self._elements)
         if key in (DENSE.family, BF16.family):  # next to nothing, should it not be measured
             compress, decompress = np.nan_to_num(compress), np.nan_to_num(decompress)
-        gain = self._gain.gain(family, ratios)
+        gain = self.gains.gain(family, ratios)
         return _Basis(
             ratios=ratios,
             counts=ladder.counts[low] + weight * (ladder.counts[high] - ladder.counts[low]),
@@ -154,7 +172,7 @@ class Space:
         """Return the table of one head."""
         head, n = self.heads[h], self.inputs.world_size
         a, b = carriers(head, n, self.inputs.backend)
-        left = skip_gain(n, head.skip)
+        left = skip_gain(head.collective, n, head.skip)
         native = head.collective == "native"
         ladder = self._ladder(head.family)
         full = ladder.ratios.tolist() == [1.0]
@@ -186,12 +204,12 @@ class Space:
         every = np.arange(len(self), dtype=np.intp)[:, None]
         return self.evaluate(np.broadcast_to(every, (len(self), len(self._elements))))
 
-    def current(self) -> Evaluation | None:
-        """Evaluate the plan in force; None if there is none or an option of it is unknown."""
-        if not self.current_options:
+    def present(self) -> Evaluation | None:
+        """Evaluate what is in use; None if that or an option of it is unknown."""
+        if not self.present_options:
             return None
-        numbers = {option: self.add(option) for option in dict.fromkeys(self.current_options)}
-        row = [numbers[option] for option in self.current_options]
+        numbers = {option: self.add(option) for option in dict.fromkeys(self.present_options)}
+        row = [numbers[option] for option in self.present_options]
         if any(k is None for k in row):
             return None
         return self.evaluate(np.array([row], dtype=np.intp))
@@ -215,7 +233,7 @@ class Space:
         def pick(values: Floats) -> Floats:
             return values if whole else values[rows, column]
 
-        weights = self._gain.weights
+        weights = self.gains.weights
         compress, decompress = pick(table.compress), pick(table.decompress)
         latency, transfer = pick(table.latency), pick(table.transfer)
         native: NDArray[np.bool_] = np.asarray(table.native[rows].all(axis=1))
@@ -226,7 +244,8 @@ class Space:
             statistical_loss=1.0 - worth,
             compression_seconds=(compress + decompress).sum(axis=1),
             synchronisation_seconds=(latency + transfer).sum(axis=1),
-            step_seconds=step_seconds(self.inputs.compute_seconds, self._ready, end),
+            step_seconds=step_seconds(self.inputs.compute_seconds, self._ready, end)
+            + self._straggle,
             gain=np.clip(pick(table.gain) @ weights, SMALLEST, 1.0),
             efficiency=worth,
             wire_ratio=pick(table.size).sum(axis=1) / self._dense_bytes,

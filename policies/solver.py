@@ -212,9 +212,9 @@ def _seeds(
     """Return option numbers per group, (seeds, G): plan in force, best, knee, front."""
     starts = np.unique(groups, return_index=True)[1]
     seeds = []
-    current = space.current()
-    if current is not None:
-        seeds.append(current.rows[0][starts])
+    present = space.present()
+    if present is not None:
+        seeds.append(present.rows[0][starts])
     fit = np.flatnonzero(allowed(uniform))
     if len(fit):
         front = fit[non_dominated(uniform.objectives[fit])]

@@ -1,9 +1,13 @@
 """Step time: buckets become ready during backward, one wire carries them, what sticks out counts.
 
+Waiting for slower ranks comes on top; it is the same under every plan.
+
 Shapes: P candidates, B buckets in issue order.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,3 +55,22 @@ def step_seconds(compute_seconds: float, ready: Floats, end: Floats) -> Floats:
     """Return step times: compute plus what sticks out behind the last ready bucket."""
     last_ready = float(ready.max()) if len(ready) else 0.0
     return compute_seconds + np.maximum(0.0, end - last_ready)
+
+
+def straggle_seconds(waited: float, measured: float, predicted: float) -> float:
+    """Return what waiting for slower ranks adds to every step, whatever the plan.
+
+    What ranks wait in collectives is only an upper bound of it: a rank that is always late is in
+    the compute time of the slowest one already, and one delay shows in several buckets. So it
+    counts as far as the measured step is longer than the prediction without it.
+
+    Args:
+        waited: Seconds that the median rank waits in the collectives of a step.
+        measured: Step time now; 0 if unknown.
+        predicted: What is predicted for the present plan without waiting, or a part of that.
+    """
+    if not (math.isfinite(waited) and waited > 0):
+        return 0.0
+    if not (math.isfinite(measured) and measured > 0 and math.isfinite(predicted)):
+        return waited
+    return min(waited, max(measured - predicted, 0.0))

@@ -127,7 +127,7 @@ def attach(
                 device=device.type,
                 emulated=driver.emulated,
                 step=pipeline.step,
-                plan=coordinator.active.plan if coordinator.active.plan.id else None,
+                plan=coordinator.active.plan,
             )
 
         def on_plan(plan: Plan) -> None:

@@ -14,10 +14,9 @@ Letters: N world size, n elements of the bucket.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -48,7 +47,27 @@ from gradpilot.worker_agent.compressors.base import (
 )
 from gradpilot.worker_agent.compressors.settings import bounds_of
 from gradpilot.worker_agent.memory import MemoryStore, owner_of
+from gradpilot.worker_agent.testing_tools import (
+    average,
+    gradients,
+    refusal,
+    relative_error,
+    same_bits,
+    sent_vector,
+)
 from gradpilot.worker_agent.virtual import VirtualStep, run_lockstep, virtual_step
+
+__all__ = [
+    "SIZES",
+    "WORLD_SIZES",
+    "Case",
+    "CompressorConformance",
+    "average",
+    "gradients",
+    "relative_error",
+    "same_bits",
+    "sent_vector",
+]
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 CARRIERS = ("native", "ring", "allgather", "alltoall")
@@ -64,44 +83,6 @@ class Case:
 
     compressor: Compressor
     option: Option
-
-
-def gradients(
-    n: int, world_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
-    """Return a heavy-tailed gradient of n elements for every rank, of which half is common."""
-    generator = torch.Generator().manual_seed(seed)
-    common = torch.randn(n, generator=generator)
-    own = (torch.randn(n, generator=generator) for _ in range(world_size))
-    return [((common + o) ** 3).to(dtype) for o in own]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, so that NaN equals NaN."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def sent_vector(sent: Tensor | Sparse | None, corrected: Tensor) -> Tensor:
-    """Return what was sent as a dense vector, float32 or better."""
-    precise = torch.promote_types(corrected.dtype, torch.float32)
-    if sent is None:
-        return corrected.to(precise)
-    if isinstance(sent, Sparse):
-        dense = torch.zeros_like(corrected, dtype=precise)
-        return dense.index_copy_(0, sent.indices, sent.values.to(precise))
-    return sent.to(precise)
-
-
-def relative_error(estimate: Tensor, truth: Tensor) -> float:
-    """Return ||estimate - truth|| / ||truth||, computed in float64."""
-    error = torch.linalg.vector_norm(estimate.double() - truth.double())
-    norm = torch.linalg.vector_norm(truth.double())
-    return float(error / norm) if float(norm) > 0.0 else float(error)
-
-
-def average(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the mean of equally long vectors in float64."""
-    return torch.stack([t.double() for t in tensors]).mean(0)
 
 
 class CompressorConformance:
@@ -521,18 +502,6 @@ def usable(case: Case, world_size: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def refusal(kind: type[Exception], text: str) -> Iterator[None]:
-    """Expect an error whose message holds ``text``, without importing pytest."""
-    message = None
-    try:
-        yield
-    except kind as error:
-        message = str(error)
-    assert message is not None, f"expected {kind.__name__} about {text}"
-    assert text in message, f"the message does not name {text!r}: {message}"
 
 
 def _masked(rounds: Rounds, at: At, option: Option) -> Rounds:

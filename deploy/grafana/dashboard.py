@@ -200,8 +200,12 @@ def panels() -> list[Json]:
         row("Decisions"),
         graph(
             "Decisions by outcome",
-            "What the controller decided per drawn point.",
+            "What the controller decided per drawn point, and probes of the link that it did not"
+            " ask for again while one was under way.",
             target(growth("gradpilot_decisions_total", "outcome", SELECT), "{{outcome}}"),
+            target(
+                growth("gradpilot_probe_repeats_total", "run, model", SELECT), f"{RUN} no probe"
+            ),
             unit="none",
             bars=True,
             stack=True,

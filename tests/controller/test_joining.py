@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradpilot.controller.joining import KINDS, MAX_AGE_SECONDS, PENDING, PER_KIND, OperationJoiner
+from gradpilot.controller.joining import (
+    KINDS,
+    MAX_AGE_SECONDS,
+    PENDING,
+    PER_KIND,
+    PLACES,
+    OperationJoiner,
+)
 from gradpilot.protos.messages import WireSample
 
 
@@ -70,6 +77,22 @@ def test_a_frequent_kind_does_not_push_out_a_rare_one() -> None:
     assert [o.step for o in recent[1:]] == list(range(9 * PER_KIND, 10 * PER_KIND))
 
 
+def test_waiting_is_added_up_over_the_collectives_of_a_step() -> None:
+    joiner = OperationJoiner()
+    # Ranks are late in turn: over a window their medians are equal, per operation they are not.
+    for step in range(4):
+        for bucket, wait in ((0, 0.02), (1, 0.06), (-1, 1.0)):
+            for rank in range(4):
+                late = rank == step
+                seconds = 0.1 if late else 0.1 + wait
+                joiner.add(rank, [sample(seconds, step=step, bucket=bucket)], 1.0, 4)
+    assert joiner.straggle(0) == pytest.approx(0.08)
+    assert joiner.straggle(3) == pytest.approx(0.08)
+    assert joiner.straggle(4) == 0.0
+    joiner.clear()
+    assert joiner.straggle(0) == 0.0
+
+
 def test_memory_is_bounded_and_old_operations_are_dropped() -> None:
     joiner = OperationJoiner()
     for step in range(3 * PENDING):
@@ -79,6 +102,9 @@ def test_memory_is_bounded_and_old_operations_are_dropped() -> None:
     for size in range(3 * KINDS):
         joiner.add(0, [sample(0.1, step=-size - 1, bytes=size)], 1e6, 1)
     assert len(joiner._joined) <= KINDS
+    for bucket in range(PLACES + 10):
+        joiner.add(0, [sample(0.1, bucket=bucket, step=10**7)], 1e6, 1)
+    assert len(joiner._waits) <= PLACES
     assert joiner.recent(1e6)
     assert joiner.recent(1e6 + 2 * MAX_AGE_SECONDS) == ()
     joiner.clear()

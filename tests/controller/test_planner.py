@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from gradpilot.controller.run import Run
 from gradpilot.controller.server import Controller
-from gradpilot.policies.base import Inputs
+from gradpilot.policies.base import Inputs, Outcome
+from gradpilot.policies.history import GainRecord, History
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import BF16, DENSE, Ack, Plan, ProbeRequest, Welcome
 from tests.controller import fakes
@@ -91,6 +93,85 @@ async def test_a_probe_goes_to_all_ranks() -> None:
         probes = [await rank.wait(ProbeRequest) for rank in ranks]
         assert set(probes) == {ProbeRequest(1, 4096, 1 << 20)}
         assert ranks[0].newest_plan() is None
+
+
+async def windows(ranks: list[fakes.FakeAgent], run: Run, **fields: Any) -> None:
+    """One window of each rank, and the decision that follows."""
+    before = sum(run.decisions.outcomes.values())
+    for rank in ranks:
+        await rank.report(**fields)
+    await until(lambda: sum(run.decisions.outcomes.values()) > before)
+
+
+def probes(rank: fakes.FakeAgent) -> list[int]:
+    return [m.id for m in rank.received if isinstance(m, ProbeRequest)]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_probe_is_not_asked_again_before_its_samples_came() -> None:
+    async with serving(fakes.probe, report_seconds=60.0) as controller, agents(controller) as ranks:
+        run = await the_run(controller)
+        for _ in range(4):
+            await windows(ranks, run, samples=())
+        assert run.decisions.outcomes == {"probe": 1, "keep": 3}
+        assert run.probes.repeats == 3
+        assert run.decision is not None
+        assert "the probe of decision 1 is under way" in run.decision.reason
+        newest = await controller.store.decision("run", "model")
+        assert newest is not None
+        assert from_json(Inputs, newest.inputs_json).probing == 1  # so that it can be decided again
+        await windows(ranks, run)  # with the collectives of the probe
+        await ranks[0].wait(ProbeRequest, number=2)
+        assert probes(ranks[0]) == [1, 5]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_lost_probe_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradpilot.controller.planner.patience", lambda *_: 0.3)
+    async with serving(fakes.probe) as controller, agents(controller) as ranks:
+        run = await the_run(controller)
+        await windows(ranks, run, samples=())
+        await windows(ranks, run, samples=())
+        assert run.probes.repeats == 1
+        await asyncio.sleep(0.3)
+        await windows(ranks, run, samples=())
+        await ranks[0].wait(ProbeRequest, number=2)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_rank_that_connects_again_is_asked_too() -> None:
+    async with serving(fakes.probe, report_seconds=60.0) as controller, agents(controller) as ranks:
+        run = await the_run(controller)
+        await windows(ranks, run, samples=())
+        await ranks[3].wait(ProbeRequest)
+        await ranks[3].leave()
+        await until(lambda: run.connected == 3)
+        await ranks[3].connect(controller.grpc_port)
+        await until(lambda: run.connected == 4)
+        await windows(ranks, run, samples=())
+        assert [
+            await rank.wait(ProbeRequest, number=n) for rank, n in ((ranks[0], 2), (ranks[3], 2))
+        ]
+        assert run.probes.repeats == 0
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_what_a_policy_learned_comes_back_with_the_next_inputs() -> None:
+    learned = History(gains=(GainRecord("topk", (), 0.01, 0.5, 9),))
+
+    def learn(policy: str, inputs: Inputs) -> Outcome:
+        return Outcome("keep", "learned", history=None if inputs.history.gains else learned)
+
+    async with serving(learn) as controller, agents(controller) as ranks:
+        run = await the_run(controller)
+        for _ in range(3):
+            await windows(ranks, run)
+        solver = controller.solver
+        assert isinstance(solver, fakes.InlineSolver)
+        assert [i.history for i in solver.seen[:3]] == [History(), learned, learned]
+        newest = await controller.store.decision("run", "model")
+        assert newest is not None
+        assert from_json(Inputs, newest.inputs_json).history == learned
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -13,8 +13,10 @@ from gradpilot.controller.runs import Runs
 from gradpilot.controller.store import Memory, StoredRun
 from gradpilot.controller.views import summary
 from gradpilot.errors import ProtocolError
-from gradpilot.policies.base import PolicySettings
-from gradpilot.protos.messages import BF16, Ack, Decision, LinkEstimate, Option, Plan
+from gradpilot.policies.base import POLICIES, PolicySettings
+from gradpilot.policies.history import GainRecord, History
+from gradpilot.protos.jsoncodec import to_json
+from gradpilot.protos.messages import BF16, DENSE, Ack, Decision, LinkEstimate, Option, Plan
 from tests.controller import fakes
 from tests.controller.fakes import catalog, hello, layout, report
 
@@ -248,6 +250,75 @@ def test_the_safe_plan_of_the_ranks_is_what_is_in_force() -> None:
     windows(run, plan=safe)
     assert run.in_force() == safe
     assert summary(run).plan_label == "bf16 native"
+
+
+def test_what_a_policy_learned_survives_a_restart_of_the_controller_but_not_of_the_job() -> None:
+    history = History("layout", (GainRecord("topk", (), 0.01, 0.5, 9),))
+    first = complete()
+    first.history = history
+    windows(first)
+    text = to_json(first.inputs(PolicySettings(), 2.0))
+    newest = decision(None, "keep", 6, inputs_json=text)
+    run = Run("run", "model", Memory(None, newest, None), 0.0)
+    assert run.history == history
+    run.join(hello(0, incarnation="another"), 0.0)
+    assert run.history == History()
+
+
+def test_the_start_option_is_what_the_ranks_say() -> None:
+    run = complete()
+    windows(run)
+    assert run.inputs(PolicySettings(), 2.0).start is None
+    said = Run("run", "model", Memory(), 0.0)
+    started = Plan(0, 0, "", default=BF16, policy="start")
+    for rank in range(4):
+        said.join(hello(rank, plan=started), 0.0)
+        said.set_catalog(rank, catalog(OLD))
+    windows(said)
+    inputs = said.inputs(PolicySettings(), 2.0)
+    assert (inputs.start, inputs.current) == (BF16, None)
+    assert said.plans.next_id == 1
+
+
+def test_waiting_is_counted_under_the_present_plan() -> None:
+    run = complete()
+    windows(run)
+    # Of 0, 1/4, 1/2 and 3/4 of the planted straggling the median rank waits 3/8, in each bucket.
+    waited = 4 * 3 / 8 * fakes.Link().straggle
+    assert run.inputs(PolicySettings(), 2.0).straggle_seconds == pytest.approx(waited)
+    plan = fakes.plan(OLD, option=BF16)
+    run.record(decision(plan), 2.0)
+    for rank in range(4):
+        quiet = report(OLD, rank, 2, plan, link=fakes.Link(straggle=0.0))
+        run.add_report(rank, quiet, 3.0)
+    assert run.inputs(PolicySettings(), 3.0).straggle_seconds == 0.0
+
+
+def test_prediction_and_measurement_agree_where_ranks_wait_for_each_other() -> None:
+    run = complete()
+    plan = fakes.plan(OLD, option=DENSE)
+    run.record(decision(plan), 0.0)
+    fast = fakes.Link(alpha=1e-5, beta=8e-11, straggle=0.04)
+    for rank in range(4):
+        run.add_report(rank, report(OLD, rank, 1, plan, link=fast), 1.0)
+    inputs = run.inputs(PolicySettings(), 2.0)
+    assert inputs.step_seconds > 1.25 * inputs.compute_seconds  # nearly all of it is waiting
+    current = POLICIES.get("adaptive")().decide(inputs).current
+    assert current is not None
+    assert current.step_seconds == pytest.approx(inputs.step_seconds, rel=0.1)
+
+
+def test_a_new_layout_and_a_new_session_end_the_wait_for_a_probe() -> None:
+    run = complete()
+    for change in (
+        lambda: run.set_catalog(0, catalog(NEW)),
+        lambda: run.join(hello(1), 1.0),
+        lambda: run.join(hello(0, incarnation="second"), 2.0),
+    ):
+        run.probes.ask(3, 10, range(4), 100.0)
+        assert run.probes.pending(1.0) == 3
+        change()
+        assert run.probes.pending(1.0) == 0
 
 
 def test_states() -> None:

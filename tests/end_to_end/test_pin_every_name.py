@@ -84,7 +84,7 @@ def _train(rank: int, address: str, folder: Path) -> dict[str, Any]:
         samples = next(drawn)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(ddp(data.train_x[samples]), data.train_y[samples])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         (option,) = handle.plan.options()
         entry = seen.setdefault(repr(option), [0, True, None])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradpilot.policies.base import POLICIES, BucketState, Inputs, Outcome, PolicySettings
 from gradpilot.policies.cost import cheapest_sparse
+from gradpilot.policies.history import Departure, Forecast, GainRecord, History
 from gradpilot.policies.problem import Space
 from gradpilot.protos.messages import (
     BF16,
@@ -160,6 +161,19 @@ def test_a_plan_that_lost_its_gain_is_left() -> None:
     assert outcome.current is not None
     assert outcome.chosen is not None
     assert outcome.current.gain < 0.3 <= outcome.chosen.gain
+
+
+def test_the_first_reason_tells_what_the_ranks_started_with() -> None:
+    unknown = decide(scenario.inputs(mbit=20))
+    assert "without a plan: not known" in unknown.reason
+    assert "none native" not in unknown.reason
+    started = decide(scenario.inputs(mbit=20, start=BF16))
+    assert "without a plan: bf16 native" in started.reason
+    assert (started.outcome, started.current) == ("switch", None)
+    odd = decide(scenario.inputs(mbit=20, start=Option("unheard")))
+    assert "unheard native, which the catalog does not have" in odd.reason
+    planned = decide(scenario.inputs(mbit=20, start=BF16, current=DENSE))
+    assert "in force: none native" in planned.reason
 
 
 def test_hysteresis() -> None:
@@ -338,6 +352,26 @@ options = st.builds(
 )
 
 
+few = st.lists(options, min_size=1, max_size=2).map(tuple)
+wild_history = st.builds(
+    History,
+    st.sampled_from(("", scenario.layout(()).digest)),
+    st.lists(
+        st.builds(
+            GainRecord, st.sampled_from(("none", "topk")), st.just(()), positive, anything,
+            st.integers(-5, 10**6),
+        ),
+        max_size=2,
+    ).map(tuple),
+    st.lists(st.builds(Forecast, st.just("topk"), st.just(()), positive, anything), max_size=2).map(
+        tuple
+    ),
+    st.lists(
+        st.builds(Departure, few, few, st.integers(-5, 10**6), anything, anything), max_size=2
+    ).map(tuple),
+)  # fmt: skip
+
+
 @st.composite
 def wild_inputs(draw: st.DrawFn) -> Inputs:
     sizes = tuple(draw(st.lists(st.integers(0, 10**7), max_size=5)))
@@ -393,7 +427,10 @@ def wild_inputs(draw: st.DrawFn) -> Inputs:
         buckets=states,
         compute_seconds=draw(positive),
         step_seconds=draw(anything),
+        straggle_seconds=draw(anything),
         current=current,
+        start=draw(st.none() | options),
+        history=draw(wild_history),
         steps_since_switch=draw(st.integers(-1, 100)),
         link=draw(wild_link),
         backend=draw(st.sampled_from(("gloo", "nccl", "mpi"))),

@@ -16,7 +16,8 @@ from gradpilot.policies.gain import (
     laplace_gain,
     skip_gain,
 )
-from gradpilot.protos.messages import ENERGY_RATIOS, Family, Option
+from gradpilot.policies.history import GainRecord
+from gradpilot.protos.messages import BF16, ENERGY_RATIOS, Family, Option
 from tests.policies import scenario
 
 TOPK = Family("topk", (), ("allgather",), (), "energy", 1.0, 0.2)
@@ -92,6 +93,17 @@ def test_measured_gain_corrects_its_own_family_only() -> None:
     assert (unmoved.gain(TOPK, at) == plain.gain(TOPK, at)).all()
 
 
+def test_what_was_learned_corrects_a_family_that_is_not_in_use() -> None:
+    records = [GainRecord("topk", (), 0.01, 0.5, 100)]
+    at = np.array([0.01, 0.1])
+    plain = GainModel(BUCKETS, [KNOWN] * 2).gain(TOPK, at)
+    model = GainModel(BUCKETS, [KNOWN] * 2, [BF16] * 2, [TOPK], records, 100)
+    assert model.gain(TOPK, at) == pytest.approx(0.5 * plain)
+    assert (model.predicted(TOPK, at) == plain).all()
+    faded = GainModel(BUCKETS, [KNOWN] * 2, [BF16] * 2, [TOPK], records, 10_000)
+    assert (faded.gain(TOPK, at) == plain).all()
+
+
 def test_weights() -> None:
     def weights(*squares: float) -> list[float]:
         states = [BucketState(gradient_sq=s) for s in squares]
@@ -107,9 +119,18 @@ def test_efficiency_of_skipping_matches_the_data() -> None:
     # 600 and 400 steps to 86 % where dense took 300 and 250.
     from gradpilot.policies.gain import SKIP_EXPONENT
 
-    worth = efficiency(skip_gain(4, 2), SKIP_EXPONENT)
+    worth = efficiency(np.array(skip_gain("ring", 4, 2)), SKIP_EXPONENT)
     assert 1 / float(worth) == pytest.approx(500 / 275, rel=0.03)
-    assert skip_gain(8, 4) == 0.5
+
+
+def test_share_that_is_heard() -> None:
+    assert [skip_gain("ring", 8, s) for s in (0, 1, 4, 7)] == [1, 7 / 8, 1 / 2, 1 / 8]
+    assert [skip_gain("halving_doubling", 8, s) for s in range(4)] == [1, 1 / 2, 1 / 4, 1 / 8]
+    assert [skip_gain("tree", 6, s) for s in range(4)] == [1, 1 / 2, 1 / 3, 1 / 6]
+    # Never less than what the schedules can do: no power of two, beyond the last step, no skip.
+    assert skip_gain("halving_doubling", 6, 2) == 1
+    assert skip_gain("ring", 8, 9) == skip_gain("tree", 8, 9) == 1 / 8
+    assert skip_gain("native", 8, 3) == skip_gain("allgather", 1, 0) == 1
 
 
 @hypothesis_settings(max_examples=150, deadline=None)

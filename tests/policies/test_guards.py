@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from gradpilot.policies.guards import judge, sane
+from gradpilot.policies.base import Outcome
+from gradpilot.policies.dwell import Dwell
+from gradpilot.policies.guards import judge, sane, settle
 from gradpilot.protos.messages import BF16, DENSE
 from tests.policies import scenario
 
@@ -53,3 +55,25 @@ def test_a_plan_below_the_floor_goes_at_any_cost(steps: int, switch: bool) -> No
     verdict = judge(inputs, (DENSE,), (BF16,), -0.5, permitted=False)
     assert verdict.switch is switch
     assert not switch or "gain floor" in verdict.reason
+
+
+@pytest.mark.parametrize(("steps", "switch"), [(79, False), (80, True)])
+def test_a_plan_that_was_left_comes_back_later(steps: int, switch: bool) -> None:
+    inputs = scenario.inputs(steps_since_switch=steps)
+    verdict = judge(inputs, (DENSE,), (BF16,), 0.5, needed=Dwell(80, 2))
+    assert verdict.switch is switch
+    assert switch or "79 of 80 steps" in verdict.reason
+    assert switch or "left 2 times lately" in verdict.reason
+    # What is below the gain floor does not wait for so long.
+    assert judge(inputs, (DENSE,), (BF16,), 0.5, permitted=False, needed=Dwell(80, 2)).switch
+
+
+def test_a_probe_under_way_is_not_asked_again() -> None:
+    wanted = Outcome("probe", "cannot tell", probe_bytes=(4096, 1 << 20))
+    assert settle(wanted, scenario.inputs()) is wanted
+    settled = settle(wanted, scenario.inputs(probing=7))
+    assert (settled.outcome, settled.probe_bytes) == ("keep", ())
+    assert "probe of decision 7" in settled.reason
+    assert "cannot tell" in settled.reason
+    kept = Outcome("keep", "why")
+    assert settle(kept, scenario.inputs(probing=7)) is kept

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,13 @@ from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import ComputeModel
 from gradpilot.policies.cost import coefficients
 from gradpilot.policies.gain import SKIP_EXPONENT
-from gradpilot.policies.options import bucket_groups, ratio_grid
+from gradpilot.policies.options import bucket_groups, make_heads, ratio_grid
 from gradpilot.policies.problem import Space
 from gradpilot.protos.messages import (
     BF16,
     DENSE,
     BucketRounds,
+    ComputeSample,
     Family,
     LadderPoint,
     LinkEstimate,
@@ -26,6 +28,35 @@ from gradpilot.protos.messages import (
 from tests.policies import scenario
 
 LINK = LinkEstimate(1e-3, 8e-8)
+OWN = ("ring", "halving_doubling", "tree")
+
+
+def all_carriers(sizes: tuple[int, ...]) -> tuple[Family, ...]:
+    """Return families that every carrier takes part in, with every kind of round."""
+    reduced = ("native", *OWN, "pigeon")
+
+    def family(name: str, by: tuple[str, ...], rounds: Callable[[int], list[WireRound]]) -> Family:
+        ladder = tuple(
+            LadderPoint(r, tuple(BucketRounds(tuple(rounds(max(1, int(n * r))))) for n in sizes))
+            for r in (0.25, 1.0)
+        )
+        return Family(name, (), by, ladder, "energy", 1.0, 0.2)
+
+    return (
+        family("one", reduced, lambda k: [WireRound("all_reduce", 4 * k)]),
+        family("scores", reduced, lambda k: [WireRound("all_reduce", 40, False)]),
+        family(
+            "gathers",
+            ("allgather",),
+            lambda k: [WireRound("all_reduce", 4, False), WireRound("all_gather", k)],
+        ),
+        family(
+            "two_stages",
+            ("alltoall",),
+            lambda k: [WireRound("all_to_all", 8 * k), WireRound("all_gather", k)],
+        ),
+        family("scatters", reduced, lambda k: [WireRound("reduce_scatter", 4 * k)]),
+    )
 
 
 def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str, float]:
@@ -42,15 +73,16 @@ def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str,
     squares = sum(s.gradient_sq for s in inputs.buckets)
     end = 0.0
     bandwidth = last = 0.0
-    single = all(len(b.rounds) == 1 for p in family.ladder for b in p.buckets)
+    kinds = {tuple(r.collective for r in b.rounds) for p in family.ladder for b in p.buckets}
+    single = kinds == {("all_reduce",)}
     for b, bucket in enumerate(inputs.layout.buckets):
         low, high = family.ladder[lower].buckets[b].rounds, family.ladder[upper].buckets[b].rounds
         latency = transfer = 0.0
         for first, second in zip(low, high, strict=True):
             size = first.bytes + share * (second.bytes - first.bytes)
             carrier, skip = first.collective, 0
-            if carrier == "all_reduce" and option.collective == "ring":
-                carrier, skip = "ring", option.skip if first.skippable else 0
+            if carrier == "all_reduce" and option.collective in OWN:
+                carrier, skip = option.collective, option.skip if first.skippable else 0
             alphas, payloads = coefficients(carrier, n, skip, inputs.backend)
             latency += alphas * link.alpha_seconds
             transfer += payloads * size * link.beta_seconds_per_byte
@@ -69,7 +101,7 @@ def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str,
             gain = family.gain_factor * math.exp(
                 np.interp(math.log(option.ratio), np.log(ENERGY_RATIOS), np.log(state.energy))
             )
-        left = (n - option.skip) / n
+        left = 1 - option.skip / n if option.collective == "ring" else 0.5**option.skip
         weight = state.gradient_sq / squares
         total["gain"] += weight * gain * left
         total["worth"] += weight * gain**family.efficiency_exponent * left**SKIP_EXPONENT
@@ -108,6 +140,48 @@ def test_every_candidate_equals_brute_force(backend: str) -> None:
             assert getattr(candidate, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "model"])
+def test_every_carrier_equals_brute_force(backend: str) -> None:
+    sizes = (400_000, 10)
+    families = all_carriers(sizes)
+    samples = tuple(
+        ComputeSample(f.compressor, (), p.ratio, 1000, 1e-4, 1e-5)
+        for f in families
+        for p in f.ladder
+    )
+    inputs = scenario.inputs(
+        ranks=4, sizes=sizes, families=families, compute=samples, backend=backend,
+        settings=scenario.settings(ratios=3),
+    )  # fmt: skip
+    space = Space(inputs, LINK)
+    evaluation = space.uniform()
+    # native, ring with 0 .. 3 skipped, the other two with 0 .. 2; without skip one each.
+    assert len(space) == 3 * ((1 + 4 + 3 + 3) + 4 + 1 + 1 + 4)
+    for k in range(len(space)):
+        for name, value in brute_force(inputs, space.option(k), LINK).items():
+            found = getattr(space.candidate(evaluation, k), name)
+            assert found == pytest.approx(value, rel=1e-9, abs=1e-12), (space.option(k), name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (8, {"native": [0], "ring": [*range(8)], "halving_doubling": [*range(4)],
+             "tree": [*range(4)]}),
+        (6, {"native": [0], "ring": [*range(6)], "halving_doubling": [0], "tree": [*range(4)]}),
+        (2, {"native": [0], "ring": [0, 1], "halving_doubling": [0, 1], "tree": [0, 1]}),
+        (1, {"native": [0], "ring": [0], "halving_doubling": [0], "tree": [0]}),
+    ],
+)  # fmt: skip
+def test_skips_are_what_the_schedules_can_do(ranks: int, expected: dict[str, list[int]]) -> None:
+    one, scores, *_ = all_carriers((1000,))
+    found: dict[str, list[int]] = {}
+    for head in make_heads([one], ranks, ratios=3):
+        found.setdefault(head.collective, []).append(head.skip)
+    assert found == expected
+    assert {h.skip for h in make_heads([scores], ranks, ratios=3)} == {0}
+
+
 def test_sequential_wires_overlap_nothing() -> None:
     inputs = scenario.inputs(ranks=4, sizes=(400_000, 90_000, 10), overlap=0.0)
     steps = []
@@ -119,6 +193,33 @@ def test_sequential_wires_overlap_nothing() -> None:
     a, _ = coefficients("all_reduce", 4)
     # Two of three latencies hide behind the bytes of another bucket; the last one's does not.
     assert steps[1] - steps[0] == pytest.approx(2 * a * LINK.alpha_seconds, rel=0.01)
+
+
+def test_waiting_for_slower_ranks_is_in_the_step_time_of_every_option() -> None:
+    inputs = scenario.inputs(ranks=4, current=DENSE)
+    plain = Space(inputs, LINK)
+    dense = plain.present()
+    assert dense is not None
+    measured = float(dense.step_seconds[0]) + 0.02
+    late = replace(inputs, straggle_seconds=0.025, step_seconds=measured)
+    space = Space(late, LINK)
+    present = space.present()
+    assert present is not None
+    assert present.step_seconds[0] == pytest.approx(measured)
+    assert space.uniform().step_seconds == pytest.approx(plain.uniform().step_seconds + 0.02)
+    # Of what is in use nothing is known: no more than what is not compute time.
+    blind = Space(replace(late, current=None, step_seconds=inputs.compute_seconds + 0.01), LINK)
+    assert blind.uniform().step_seconds == pytest.approx(plain.uniform().step_seconds + 0.01)
+
+
+def test_before_the_first_plan_the_start_option_is_what_is_in_use() -> None:
+    inputs = scenario.inputs()
+    assert Space(inputs, LINK).present() is None
+    space = Space(replace(inputs, start=BF16), LINK)
+    assert (space.current_options, space.present_options) == ((), (BF16,) * 3)
+    present = space.present()
+    assert present is not None
+    assert space.candidate(present, 0).options == (BF16,)
 
 
 def test_mixed_candidates_equal_their_parts() -> None:

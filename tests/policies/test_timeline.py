@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gradpilot.policies.timeline import step_seconds, wire_end
+from gradpilot.policies.timeline import step_seconds, straggle_seconds, wire_end
 
 Lists = list[list[int]]
 
@@ -32,6 +34,24 @@ def test_pipeline_overlaps_latency() -> None:
 def test_only_what_sticks_out_counts() -> None:
     ready = np.array([0.0, 4.0])
     assert step_seconds(10, ready, np.array([3.0, 4.0, 6.5])) == pytest.approx([10, 10, 12.5])
+
+
+@pytest.mark.parametrize(
+    ("waited", "measured", "predicted", "expected"),
+    [
+        (0.02, 0.15, 0.11, 0.02),  # the rest of the gap is no waiting
+        (0.02, 0.12, 0.11, 0.01),  # part of it is in the slowest rank's compute time
+        (0.02, 0.10, 0.11, 0.0),
+        (0.02, 0.0, 0.11, 0.02),  # no step was measured
+        (0.02, 0.15, math.nan, 0.02),
+        (math.nan, 0.15, 0.11, 0.0),
+        (-1.0, 0.15, 0.11, 0.0),
+    ],
+)
+def test_waiting_counts_as_far_as_the_step_shows_it(
+    waited: float, measured: float, predicted: float, expected: float
+) -> None:
+    assert straggle_seconds(waited, measured, predicted) == pytest.approx(expected)
 
 
 @hypothesis_settings(max_examples=100, deadline=None)

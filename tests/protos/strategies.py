@@ -14,7 +14,7 @@ CLASSES: list[type] = [
     for cls in vars(messages).values()
     if isinstance(cls, type)
     and dataclasses.is_dataclass(cls)
-    and cls.__module__ == messages.__name__
+    and cls.__module__.startswith(messages.__name__)
 ]
 """Every dataclass of ``messages``."""
 

@@ -150,7 +150,7 @@ def test_it_is_a_process_that_minds_its_own_business(running: EmbeddedController
 def test_a_stopped_one_costs_nothing_is_found_again_and_can_be_killed(
     running: EmbeddedController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradpilot.worker_agent.client.HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr("gradpilot.worker_agent.session.HEARTBEAT_SECONDS", 0.3)
     hello = Hello("run", "model", "1", 0, 1)
     client = ControllerClient(
         running.grpc_address,

@@ -56,7 +56,8 @@ def _steps(rank: int) -> list[list[Tensor]]:
     results = []
     for option in options():
         compressor = create(option)
-        residual, memory = torch.zeros(N), {}
+        residual = torch.zeros(N)
+        memory: dict[str, Tensor] = {}
         seen = []
         for step in range(STEPS):
             corrected = gradients(N, RANKS, seed=step)[rank] + residual

@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from gradpilot.worker_agent.nodes import Nodes, exchange_names, node_name, number_nodes
 

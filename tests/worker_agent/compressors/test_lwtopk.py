@@ -35,7 +35,7 @@ def test_every_parameter_gets_its_own_top_k(lengths: list[int], ratio: float) ->
     grads = gradients(sum(lengths), 2)
     for grad, estimate in zip(grads, step(ratio, lengths).estimates, strict=True):
         expected, start = [], 0
-        for part in grad.split(lengths):
+        for part in torch.split(grad, lengths):
             k = min(part.numel(), max(1, int(ratio * part.numel())))
             order = part.abs().sort(descending=True, stable=True).indices[:k]
             expected += sorted(start + i for i in order.tolist())

@@ -82,7 +82,7 @@ def test_filtering_first_changes_nothing(name: str, ratio: float) -> None:
     k = int(ratio * x.numel())
     found = select(x, k, 123_456_789)
     assert torch.equal(found, select_from_all(x, k, 123_456_789))
-    assert found.unique().numel() == k
+    assert len(set(found.tolist())) == k
 
 
 def test_large_buckets_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_exactly_k_and_little_less_than_the_best(dtype: torch.dtype, n: int) -> 
     x = gradients(n, 1, dtype=dtype)[0]
     k = n // 100
     found = select(x, k, 5)
-    assert found.unique().numel() == k
+    assert len(set(found.tolist())) == k
     best = x.abs().topk(k).values.double()
     energy = float(x[found].double().square().sum())
     assert energy <= float(best.square().sum()) * (1 + 1e-12)

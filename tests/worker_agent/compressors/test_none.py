@@ -63,7 +63,7 @@ def test_skip_feedback_keeps_the_omitted_slices_exactly() -> None:
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
 def test_refuses_a_ratio_and_settings(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"ratio must be 1, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"has no ratio: it must be 1, got 0\.5"):
         create(Option(compressor=name, ratio=0.5))
     with pytest.raises(ConfigError, match="no setting 'level'; accepted: none"):
         create(Option(compressor=name, settings=(Setting("level", "9"),)))

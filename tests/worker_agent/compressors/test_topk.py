@@ -119,7 +119,9 @@ def test_refuses_what_it_cannot_do() -> None:
         create(
             Option("topk", 0.1, "allgather", settings=(Setting("selection", "star"),)),
         )
-    with pytest.raises(ConfigError, match="can be carried by allgather, hierarchical, got 'native'"):
+    with pytest.raises(
+        ConfigError, match="can be carried by allgather, hierarchical, got 'native'"
+    ):
         create(Option("topk", 0.1, "native"))
     with pytest.raises(ConfigError, match=r"2147483648 elements.*at most 2\*\*31 - 1"):
         TopK().wire(1 << 31)

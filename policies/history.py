@@ -1,0 +1,124 @@
+"""What a policy carries from one decision to the next.
+
+Policies keep no state. What one learned goes out with its outcome and comes back with the next
+inputs, as the link estimate does; it is stored with them, so a decision can be taken again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gradpilot.errors import ProtocolError
+from gradpilot.protos.jsoncodec import from_json
+from gradpilot.protos.messages import Option, Setting
+
+RATIO_BUCKETS_PER_DECADE = 4
+"""Ratios in one bucket, a factor of 1.8 wide, are close enough to share what was learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class GainRecord:
+    """How the gain of a family turned out where it was tried.
+
+    Attributes:
+        compressor: Registered name.
+        settings: Settings beside the ratio.
+        ratio: Kept fraction that was tried.
+        factor: Measured gain over the gain predicted before it was tried.
+        step: Newest step at which it was in use; the record fades from there on.
+    """
+
+    compressor: str
+    settings: tuple[Setting, ...]
+    ratio: float
+    factor: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The uncorrected gain that was predicted for an option when it was chosen.
+
+    Under the option itself the residual changes the gradient's energy curve, so a prediction made
+    then cannot tell how wrong the first one was.
+    """
+
+    compressor: str
+    settings: tuple[Setting, ...]
+    ratio: float
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A switch away from a plan.
+
+    Attributes:
+        left: Its distinct options in layout order.
+        to: Those of the plan that was to follow.
+        step: Newest step reported when that was decided.
+        alpha_seconds: Latency of the link then.
+        beta_seconds_per_byte: Inverse bandwidth of the link then.
+    """
+
+    left: tuple[Option, ...]
+    to: tuple[Option, ...]
+    step: int
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Everything remembered.
+
+    Attributes:
+        layout: Digest of the layout that departures and forecasts belong to.
+        gains: One record per family and bucket of ratios, the newest last.
+        forecasts: Of the newest switch.
+        departures: Recent switches, oldest first.
+    """
+
+    layout: str = ""
+    gains: tuple[GainRecord, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
+    departures: tuple[Departure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The part of a policy's inputs that is wanted of a stored decision."""
+
+    history: History = field(default_factory=History)
+
+
+def stored_history(inputs_json: str) -> History:
+    """Return the history in the inputs of a stored decision; an empty one if it has none.
+
+    A controller that starts again has what its last decision knew, not what that one learned.
+    """
+    try:
+        return from_json(_Stored, inputs_json).history
+    except ProtocolError:
+        return History()
+
+
+def ratio_bucket(ratio: float) -> int:
+    """Return the number of the bucket of ratios that a ratio lies in, 0 for those near 1."""
+    return round(RATIO_BUCKETS_PER_DECADE * math.log10(ratio)) if 0 < ratio < math.inf else 0
+
+
+def near(first: tuple[Option, ...], second: tuple[Option, ...]) -> bool:
+    """Return whether two plans are as good as the same: same methods, ratios less than 1.5 apart.
+
+    Args:
+        first: Distinct options of one plan, in layout order.
+        second: Those of the other.
+    """
+    return len(first) == len(second) and all(
+        (a.family, a.collective, a.skip) == (b.family, b.collective, b.skip)
+        and a.ratio < 1.5 * b.ratio
+        and b.ratio < 1.5 * a.ratio
+        for a, b in zip(first, second, strict=True)
+    )
