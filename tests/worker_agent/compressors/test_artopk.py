@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, Setting
 from gradpilot.worker_agent.collectives.base import AllGather, Broadcast
 from gradpilot.worker_agent.compressors.artopk import ArTopK
-from gradpilot.worker_agent.compressors.base import At, Sparse, create
+from gradpilot.worker_agent.compressors.base import NOTHING, At, Sparse, create
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
     average,
@@ -25,8 +26,13 @@ class TestArTopK(CompressorConformance):
         ArTopK(ratio=0.01),
         ArTopK(ratio=0.3),
         ArTopK(ratio=0.3, selection="var"),
+        ArTopK(ratio=0.3, selection="hybrid"),
     )
-    dense = (ArTopK(ratio=1.0), ArTopK(ratio=1.0, selection="var"))
+    dense = (
+        ArTopK(ratio=1.0),
+        ArTopK(ratio=1.0, selection="var"),
+        ArTopK(ratio=1.0, selection="hybrid"),
+    )
 
 
 def option(ratio: float, selection: str = "star") -> Option:
@@ -103,7 +109,7 @@ def test_own_values_at_the_indices_of_the_source(selection: str) -> None:
     assert step.mean.count_nonzero() <= 50
 
 
-@pytest.mark.parametrize("selection", ["star", "var"])
+@pytest.mark.parametrize("selection", ["star", "var", "hybrid"])
 def test_one_rank_is_plain_topk(selection: str) -> None:
     grads = gradients(500, 1)
     step = virtual_step(option(0.1, selection), grads)
@@ -112,7 +118,7 @@ def test_one_rank_is_plain_topk(selection: str) -> None:
     assert torch.equal(step.residuals[0], plain.residuals[0])
 
 
-@pytest.mark.parametrize("selection", ["star", "var"])
+@pytest.mark.parametrize("selection", ["star", "var", "hybrid"])
 def test_identical_gradients_give_topk_of_the_mean(selection: str) -> None:
     grad = gradients(500, 1)[0]
     mean = virtual_step(option(0.1, selection), [grad] * 4).mean
@@ -163,8 +169,75 @@ def test_skip_feedback_keeps_the_values_that_were_left_out() -> None:
         assert (estimate.sent.values == 0).sum() == 1024
 
 
-def test_refuses_an_unknown_selection() -> None:
-    with pytest.raises(ConfigError, match="selection must be one of star, var, got 'best'"):
+def hybrid_steps(
+    scales: list[float], steps: int, memory: Mapping[str, Tensor] = NOTHING, start: int = 0
+) -> tuple[list[int], Mapping[str, Tensor]]:
+    """Return the sources, by the places that were sent, and what all ranks remember at the end."""
+    world_size, sources = len(scales), []
+    for number in range(start, start + steps):
+        grads = [
+            s * g for s, g in zip(scales, gradients(200, world_size, seed=number), strict=True)
+        ]
+        step = virtual_step(
+            option(0.1, "hybrid"), grads, step=number, memories=[memory] * world_size
+        )
+        tops = [set(g.abs().topk(20).indices.tolist()) for g in grads]
+        sources.append(tops.index(places(step)[0]))
+        memory = step.memories[0]
+        for other in step.memories[1:]:
+            assert all(torch.equal(memory[name], other[name]) for name in memory)
+    return sources, memory
+
+
+def test_hybrid_is_star_while_ranks_are_alike() -> None:
+    sources, memory = hybrid_steps([1.0, 1.3, 1.0, 0.8], 20)
+    assert sources == [step % 4 for step in range(20)]
+    assert memory["ages"].tolist() == [3, 2, 1, 0]
+    assert not memory["following"]
+    grads = gradients(500, 4)
+    star, hybrid = (virtual_step(option(0.1, s), grads, step=2) for s in ("star", "hybrid"))
+    assert torch.equal(star.mean, hybrid.mean)
+    assert all(map(torch.equal, star.residuals, hybrid.residuals))
+
+
+def test_hybrid_follows_a_rank_that_stays_louder_and_leaves_it_again() -> None:
+    _, memory = hybrid_steps([1.0, 1.0, 10.0, 1.0], 40)
+    assert memory["following"]
+    sources, memory = hybrid_steps([1.0, 1.0, 10.0, 1.0], 40, memory, 40)
+    assert sources.count(2) > 30
+    # Nobody is forgotten: the others had a turn each in at most 5 N steps.
+    assert set(sources) == {0, 1, 2, 3}
+    assert int(memory["ages"].max()) < 20
+    sources, memory = hybrid_steps([1.0, 1.0, 1.0, 1.0], 40, memory, 80)
+    assert not memory["following"]
+    assert sources[-8:] == [0, 1, 2, 3] * 2
+
+
+def test_hybrid_starts_anew_with_another_world_size() -> None:
+    _, memory = hybrid_steps([1.0, 1.0, 10.0, 1.0], 40)
+    sources, memory = hybrid_steps([1.0, 1.0, 1.0], 6, memory)
+    assert sources == [0, 1, 2] * 2
+    assert memory["ages"].numel() == 3
+
+
+def test_hybrid_remembers_nothing_of_overflow() -> None:
+    grads = gradients(100, 3)
+    grads[1][7] = 1e30  # its square is beyond fp32
+    memory = virtual_step(option(0.1, "hybrid"), grads).memories[0]
+    assert memory["shares"].isfinite().all()
+    assert memory["shares"].sum() == pytest.approx(1.0)
+
+
+def test_the_published_selections_remember_nothing() -> None:
+    for selection in ("star", "var"):
+        assert not any(virtual_step(option(0.1, selection), gradients(100, 3)).memories)
+    assert {c.selection for c in ArTopK.ladder()} == {"star", "var"}
+
+
+def test_refuses_what_is_out_of_bounds() -> None:
+    with pytest.raises(ConfigError, match="must be one of star, var, hybrid, got 'best'"):
         create(option(0.1, "best"))
-    with pytest.raises(ConfigError, match="ratio must lie"):
+    with pytest.raises(
+        ConfigError, match=r"artopk: setting ratio must be a number in \(0, 1\], got 0.0"
+    ):
         ArTopK(ratio=0.0)
