@@ -96,6 +96,12 @@ class PolicyConfig(BaseModel):
     per_bucket: bool = Field(default=False, description="whether buckets may get different options")
     solver_seconds: float = Field(default=1.0, gt=0, description="wall-clock cap of one solve")
     ratios: int = Field(default=24, ge=1, le=1000, description="ratios per family in the log grid")
+    selective: Literal["continuous", "once", "off"] = Field(
+        default="continuous", description="sparing important buckets from skips: how often measured"
+    )
+    skip_divisor: Literal["skip", "drop", "shrink"] = Field(
+        default="skip", description="divisor of options that skip"
+    )
 
     def settings(self) -> PolicySettings:
         """Return the settings as policies take them."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from gradpilot.policies.base import BucketState
 from gradpilot.protos.messages import (
     ENERGY_RATIOS,
+    MAGNITUDE_BINS,
     BucketReport,
     ComputeSample,
     Layout,
@@ -76,10 +77,14 @@ def merge_buckets(
             now = replace(now, gradient_sq=old.gradient_sq)
         if not now.energy:
             now = replace(now, energy=old.energy)
+        if not now.magnitudes:
+            now = replace(now, magnitudes=old.magnitudes)
         if same_plan and now.gain < 0:
             now = replace(now, gain=old.gain)
         if same_plan and now.residual_sq < 0:
             now = replace(now, residual_sq=old.residual_sq)
+        if same_plan and now.mean_sq < 0:
+            now = replace(now, mean_sq=old.mean_sq)
         merged.append(now)
     return tuple(merged)
 
@@ -183,12 +188,15 @@ class ComputeTable:
 
 def _bucket_state(reports: Sequence[BucketReport]) -> BucketState:
     curves = [r.energy for r in reports if len(r.energy) == len(ENERGY_RATIOS)]
+    counts = [r.magnitudes for r in reports if len(r.magnitudes) == MAGNITUDE_BINS]
     return BucketState(
         ready_seconds=statistics.median(r.ready_seconds for r in reports),
         gain=_mean_known([r.gain for r in reports]),
         gradient_sq=_mean_known([r.gradient_sq for r in reports]),
         residual_sq=_mean_known([r.residual_sq for r in reports]),
         energy=tuple(statistics.fmean(column) for column in zip(*curves, strict=True)),
+        magnitudes=tuple(sum(column) for column in zip(*counts, strict=True)),
+        mean_sq=_mean_known([r.mean_sq for r in reports]),
     )
 
 

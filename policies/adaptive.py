@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
@@ -14,6 +16,7 @@ from gradpilot.policies.history import ratio_bucket
 from gradpilot.policies.learning import next_history
 from gradpilot.policies.link import changed_operations, fit_link, wide_enough
 from gradpilot.policies.problem import Space
+from gradpilot.policies.protection import explain, look, refine, snr
 from gradpilot.policies.solver import per_bucket
 from gradpilot.protos.messages import Candidate, LinkEstimate
 
@@ -63,7 +66,8 @@ def _decide(inputs: Inputs) -> Outcome:
     if choice is None:
         return Outcome("keep", "kept: no candidate has usable measurements", link=link)
 
-    options = space.options(evaluation.rows[choice.index])
+    importance, ratio = look(inputs), snr(inputs, space.present_options)
+    options = refine(inputs, space.options(evaluation.rows[choice.index]), importance, ratio)
     saving, permitted = float("nan"), True
     if present is not None and present.valid[0]:
         saving = improvement(evaluation, choice, present, inputs.settings)
@@ -79,6 +83,7 @@ def _decide(inputs: Inputs) -> Outcome:
             [
                 _headline(verdict.switch, verdict.reason, chosen, choice),
                 _versus(space, present),
+                *explain(inputs, options, importance),
                 *_memory_text(inputs, space, chosen),
                 _link_text(inputs, link),
                 *_carrier_text(space, evaluation, choice),
@@ -90,7 +95,11 @@ def _decide(inputs: Inputs) -> Outcome:
         current=space.candidate(in_force, 0) if in_force is not None else None,
         front=tuple(space.candidate(evaluation, int(i)) for i in _thin(choice)),
         link=link,
-        history=next_history(inputs, space.gains, space.present_options, taken, link),
+        history=replace(
+            next_history(inputs, space.gains, space.present_options, taken, link),
+            importance=importance,
+            snr=ratio,
+        ),
     )
 
 

@@ -57,6 +57,8 @@ class BucketState:
         gradient_sq: Mean over ranks of ||gradient||^2; weight of the bucket in the total gain.
         residual_sq: Mean over ranks of ||residual||^2.
         energy: Mean energy curve at ``messages.ENERGY_RATIOS``; empty if unknown.
+        magnitudes: Elements per octave of magnitude, added up over ranks; empty if unknown.
+        mean_sq: ||mean over ranks||^2 as it arrived; -1 if unknown.
     """
 
     ready_seconds: float = 0.0
@@ -64,6 +66,8 @@ class BucketState:
     gradient_sq: float = -1.0
     residual_sq: float = -1.0
     energy: tuple[float, ...] = ()
+    magnitudes: tuple[int, ...] = ()
+    mean_sq: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class PolicySettings:
         per_bucket: Whether buckets may get different options (groups by size).
         solver_seconds: Wall-clock cap of one solve.
         ratios: Number of ratios per family in the log grid.
+        selective: Whether buckets with many large elements are spared from skipping: ``continuous``
+            (measured again and again), ``once`` (as first measured) or ``off``.
+        skip_divisor: Divisor of options that skip: ``skip``, ``drop`` or ``shrink``.
     """
 
     choice: str = "tta"
@@ -96,6 +103,8 @@ class PolicySettings:
     per_bucket: bool = False
     solver_seconds: float = 1.0
     ratios: int = 24
+    selective: str = "continuous"
+    skip_divisor: str = "skip"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from gradpilot.errors import ProtocolError
+from gradpilot.policies.importance import Importance
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import Option, Setting
 
@@ -78,12 +79,16 @@ class History:
         gains: One record per family and bucket of ratios, the newest last.
         forecasts: Of the newest switch.
         departures: Recent switches, oldest first.
+        importance: Which buckets must not skip, and how that changed.
+        snr: Newest signal-to-noise ratio of one rank's gradient; -1 if never measured.
     """
 
     layout: str = ""
     gains: tuple[GainRecord, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     departures: tuple[Departure, ...] = ()
+    importance: Importance = field(default_factory=Importance)
+    snr: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,19 @@ ENTER, LEAVE = 0.5, 0.4
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The smoothed share of a bucket, named by its fingerprint."""
+
+    bucket: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Importance:
     """What is known so far.
 
     Attributes:
-        shares: Smoothed share per bucket fingerprint.
+        shares: Smoothed share per bucket, in layout order.
         protected: Fingerprints of buckets that must not skip, in the order of ``shares``.
         overlap: Jaccard overlap of the last two protected sets, 1 if both are empty.
         since_first: The same of the present set and the first one, which is what the one-shot
@@ -43,7 +51,7 @@ class Importance:
         first: The first protected set.
     """
 
-    shares: tuple[tuple[str, float], ...] = ()
+    shares: tuple[Share, ...] = ()
     protected: tuple[str, ...] = ()
     overlap: float = 1.0
     since_first: float = 1.0
@@ -99,13 +107,14 @@ def measure(
         once: Keep the first protected set forever, as published; shares and overlaps go on, so
             that the two can be compared.
     """
-    known, protected = dict(before.shares), set(before.protected)
+    known = {s.bucket: s.share for s in before.shares}
+    protected = set(before.protected)
     shares = []
     for name, new in zip(buckets, top_shares(histograms), strict=True):
         old = known.get(name, new)
-        shares.append((name, old + WEIGHT * (new - old)))
+        shares.append(Share(name, old + WEIGHT * (new - old)))
     fresh = tuple(
-        name for name, share in shares if share >= (LEAVE if name in protected else ENTER)
+        s.bucket for s in shares if s.share >= (LEAVE if s.bucket in protected else ENTER)
     )
     first = before.first if before.measurements else fresh
     return Importance(

@@ -45,6 +45,8 @@ def next_history(
         gains=_records(inputs, model, present),
         forecasts=_forecasts(inputs, model, chosen) if chosen else forecasts,
         departures=_departures(inputs, present, chosen, link),
+        importance=inputs.history.importance,
+        snr=inputs.history.snr,
     )
 
 

@@ -94,5 +94,5 @@ def test_a_changed_set_shows_in_the_overlap_and_the_first_choice_can_be_kept() -
 def test_a_new_layout_starts_from_its_own_shares() -> None:
     state = measure(Importance(), ["a", "b"], [LOUD, QUIET])
     state = measure(state, ["c", "b"], [LOUD, QUIET])
-    assert [name for name, _ in state.shares] == ["c", "b"]
+    assert [s.bucket for s in state.shares] == ["c", "b"]
     assert state.protected == ("c",)
