@@ -16,7 +16,7 @@ from gradpilot.policies.history import ratio_bucket
 from gradpilot.policies.learning import next_history
 from gradpilot.policies.link import changed_operations, fit_link, wide_enough
 from gradpilot.policies.problem import Space
-from gradpilot.policies.protection import explain, look, refine, snr
+from gradpilot.policies.protection import explain, look, refine, snr, warm_up
 from gradpilot.policies.solver import per_bucket
 from gradpilot.protos.messages import Candidate, LinkEstimate
 
@@ -98,6 +98,7 @@ def _decide(inputs: Inputs) -> Outcome:
         history=replace(
             next_history(inputs, space.gains, space.present_options, taken, link),
             importance=importance,
+            warmth=warm_up(inputs, ratio),
             snr=ratio,
         ),
     )

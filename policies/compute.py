@@ -71,7 +71,10 @@ def bracket(knots: Floats, at: Floats) -> tuple[NDArray[np.intp], NDArray[np.int
         zero = np.zeros(len(at), dtype=np.intp)
         return zero, zero, np.zeros(len(at))
     low = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
-    share = np.clip((at - knots[low]) / (knots[low + 1] - knots[low]), 0.0, 1.0)
+    width = knots[low + 1] - knots[low]
+    # Two ratios that differ may have one logarithm.
+    share = np.divide(at - knots[low], width, out=np.zeros(len(at)), where=width > 0)
+    share = np.clip(share, 0.0, 1.0)
     return low, low + 1, share
 
 

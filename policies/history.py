@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.importance import Importance
+from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import Option, Setting
 
@@ -80,6 +81,7 @@ class History:
         forecasts: Of the newest switch.
         departures: Recent switches, oldest first.
         importance: Which buckets must not skip, and how that changed.
+        warmth: Whether the run is stable enough to skip.
         snr: Newest signal-to-noise ratio of one rank's gradient; -1 if never measured.
     """
 
@@ -88,6 +90,7 @@ class History:
     forecasts: tuple[Forecast, ...] = ()
     departures: tuple[Departure, ...] = ()
     importance: Importance = field(default_factory=Importance)
+    warmth: Warmth = field(default_factory=Warmth)
     snr: float = -1.0
 
 

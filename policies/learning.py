@@ -46,6 +46,7 @@ def next_history(
         forecasts=_forecasts(inputs, model, chosen) if chosen else forecasts,
         departures=_departures(inputs, present, chosen, link),
         importance=inputs.history.importance,
+        warmth=inputs.history.warmth,
         snr=inputs.history.snr,
     )
 

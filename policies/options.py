@@ -64,22 +64,31 @@ def usable(family: Family, buckets: int) -> bool:
     )
 
 
-def make_heads(families: Sequence[Family], world_size: int, ratios: int) -> list[Head]:
-    """Return families x collectives x skips, thinned to stay below MAX_OPTIONS."""
+def make_heads(
+    families: Sequence[Family], world_size: int, ratios: int, *, skips: bool
+) -> list[Head]:
+    """Return families x collectives x skips, thinned to stay below MAX_OPTIONS.
+
+    Args:
+        families: Usable families.
+        world_size: Ranks N.
+        ratios: Ratios of each family.
+        skips: Whether steps may be skipped at all.
+    """
     pairs = [
         (family, collective)
         for family in families
         for collective in OFFERED
         if collective in family.collectives
     ]
-    furthest = [most_skipped(c, world_size) if _skippable(f) else 0 for f, c in pairs]
+    furthest = [most_skipped(c, world_size) if skips and _skippable(f) else 0 for f, c in pairs]
     budget = MAX_OPTIONS // max(ratios, 1) - len(pairs)
     skipping = sum(most > 0 for most in furthest)
     share = max(budget // max(skipping, 1), 0)
     heads = []
     for (family, collective), most in zip(pairs, furthest, strict=True):
-        skips = np.unique(np.linspace(0, most, 1 + min(most, share)).round().astype(int))
-        heads += [Head(family, collective, int(skip)) for skip in skips]
+        counts = np.unique(np.linspace(0, most, 1 + min(most, share)).round().astype(int))
+        heads += [Head(family, collective, int(skip)) for skip in counts]
     return heads
 
 

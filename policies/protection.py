@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from gradpilot.policies.base import Inputs
 from gradpilot.policies.importance import Importance, measure
 from gradpilot.policies.signal import shrink_factor, signal_to_noise
 from gradpilot.policies.skipping import contributions
+from gradpilot.policies.warm_up import STABLE_LOOKS, Warmth, next_warmth
 from gradpilot.protos.messages import Option
 
 
@@ -37,8 +39,23 @@ def snr(inputs: Inputs, present: Sequence[Option]) -> float:
     return inputs.history.snr if found < 0 else found
 
 
+def warm_up(inputs: Inputs, ratio: float) -> Warmth:
+    """Return how far the warm-up is, from the gradient's norm and the signal-to-noise ratio.
+
+    The space of candidates is made with what was known before, so it counts from the next decision.
+    """
+    known = [s.gradient_sq for s in inputs.buckets]
+    norm = math.sqrt(sum(known)) if known and min(known) >= 0 else -1.0
+    # A ratio that was never measured cannot be waited for: under compression it cannot be.
+    values = (norm, ratio) if ratio >= 0 else (norm,)
+    return next_warmth(inputs.history.warmth, values, inputs.step)
+
+
 def refine(
-    inputs: Inputs, options: tuple[Option, ...], importance: Importance, ratio: float
+    inputs: Inputs,
+    options: tuple[Option, ...],
+    importance: Importance,
+    ratio: float,
 ) -> tuple[Option, ...]:
     """Return the options with protected buckets spared, and divisors as the operator wants them.
 
@@ -63,8 +80,14 @@ def refine(
 
 
 def explain(inputs: Inputs, options: Sequence[Option], importance: Importance) -> list[str]:
-    """Return what to tell people of a plan that skips; nothing of one that does not."""
-    if not any(option.skip for option in options) or inputs.settings.selective == "off":
+    """Return what to tell people: why nothing may be skipped yet, or who is spared from it."""
+    warmth = inputs.history.warmth
+    if not warmth.warm:
+        return [
+            "no steps are skipped before gradient norm and noise are stable"
+            f" ({warmth.stable} of {STABLE_LOOKS} looks)"
+        ]
+    if inputs.settings.selective == "off" or not any(option.skip for option in options):
         return []
     count, total = len(importance.protected), len(inputs.layout.buckets)
     return [

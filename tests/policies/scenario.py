@@ -7,6 +7,8 @@ from typing import Any
 
 from gradpilot.policies.base import BucketState, Inputs, Operation, PolicySettings
 from gradpilot.policies.cost import coefficients
+from gradpilot.policies.history import History
+from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import (
     Assignment,
     Bucket,
@@ -147,6 +149,7 @@ def inputs(
         compute_seconds=compute_seconds,
         steps_since_switch=1000,
         backend=backend,
+        history=History(warmth=Warmth(warm=True)),  # else nothing may be skipped
         current=None if current is None else plan(made, (current,) * len(sizes)),
     )
     return replace(base, **fields)

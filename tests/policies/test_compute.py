@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gradpilot.policies.compute import ComputeModel
+from gradpilot.policies.compute import ComputeModel, bracket
 from gradpilot.protos.messages import ComputeSample
 
 TOPK = ("topk", ())
@@ -79,3 +79,9 @@ def test_more_elements_never_cost_less(samples: list[ComputeSample], ratio: floa
         assert np.isfinite(table).all()
         assert (table >= 0).all()
         assert (np.diff(table[0]) >= -1e-6 * table[0, 1:] - 1e-12).all()
+
+
+def test_knots_that_coincide_give_either_of_them() -> None:
+    low, high, share = bracket(np.log([1e-4, 1e-4 * (1 + 1e-16), 0.1]), np.log([1e-4, 1.0]))
+    assert np.isfinite(share).all()
+    assert (high == low + 1).all()

@@ -176,10 +176,10 @@ def test_every_carrier_equals_brute_force(backend: str) -> None:
 def test_skips_are_what_the_schedules_can_do(ranks: int, expected: dict[str, list[int]]) -> None:
     one, scores, *_ = all_carriers((1000,))
     found: dict[str, list[int]] = {}
-    for head in make_heads([one], ranks, ratios=3):
+    for head in make_heads([one], ranks, ratios=3, skips=True):
         found.setdefault(head.collective, []).append(head.skip)
     assert found == expected
-    assert {h.skip for h in make_heads([scores], ranks, ratios=3)} == {0}
+    assert {h.skip for h in make_heads([scores], ranks, ratios=3, skips=True)} == {0}
 
 
 def test_sequential_wires_overlap_nothing() -> None:

@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 
 from gradpilot.policies.base import Inputs
+from gradpilot.policies.history import History
 from gradpilot.policies.importance import Importance
-from gradpilot.policies.protection import explain, look, refine, snr
-from gradpilot.protos.messages import BF16, DENSE, Option
+from gradpilot.policies.problem import Space
+from gradpilot.policies.protection import explain, look, refine, snr, warm_up
+from gradpilot.policies.warm_up import STABLE_LOOKS
+from gradpilot.protos.messages import BF16, DENSE, LinkEstimate, Option
 from tests.policies import scenario
 
 SKIPS = Option(collective="ring", skip=2)
+LINK = LinkEstimate(1e-3, 8e-9)
 LOUD, QUIET = (0, 0, 100), (100, 100, 0)
 
 
@@ -84,3 +88,18 @@ def test_noise_is_told_while_everything_is_sent() -> None:
     later = replace(given, history=history)
     assert snr(later, (SKIPS, SKIPS)) == 7.0
     assert snr(later, ()) == 7.0
+
+
+def test_nothing_is_offered_that_skips_before_the_run_is_warm() -> None:
+    given = inputs(selective="off")
+    given = replace(given, history=History())
+    ratio = snr(given, (DENSE, DENSE))
+    for look_number in range(STABLE_LOOKS + 1):
+        assert not given.history.warmth.warm, look_number
+        assert "no steps are skipped" in explain(given, (DENSE,), Importance())[0]
+        assert not any(head.skip for head in Space(given, LINK).heads)
+        history = replace(given.history, warmth=warm_up(given, ratio))
+        given = replace(given, history=history)
+    assert given.history.warmth.warm
+    assert any(head.skip for head in Space(given, LINK).heads)
+    assert explain(given, (DENSE,), Importance()) == []
