@@ -29,7 +29,9 @@ from gradpilot.policies.base import BucketState, Inputs, PolicySettings
 from gradpilot.policies.choice import allowed, choose
 from gradpilot.policies.evaluation import Evaluation
 from gradpilot.policies.front import non_dominated, normalise
+from gradpilot.policies.history import History
 from gradpilot.policies.problem import Space
+from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import (
     Bucket,
     BucketRounds,
@@ -106,6 +108,7 @@ def make_inputs(sizes: Sequence[int], ratios: int, ranks: int = RANKS, seed: int
         operations=(),
         buckets=states,
         compute_seconds=0.3,
+        history=History(warmth=Warmth(warm=True)),  # a warm run, which may skip
         settings=settings,
     )
 
