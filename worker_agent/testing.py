@@ -459,6 +459,8 @@ class CompressorConformance:
 
     def test_skip_feedback_keeps_what_was_omitted(self, ring_case: Case, world_size: int) -> None:
         """With ``skip_feedback`` the mean is still the average of what counts as sent."""
+        if not self.conserving:
+            return
         grads = gradients(4097, world_size)
         for skip in _skips(world_size):
             option = self._skipping(ring_case, world_size, skip, feedback=True)

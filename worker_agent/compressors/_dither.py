@@ -66,9 +66,7 @@ class Dither:
             blocks = left // _BLOCK if within == 0 else 0
             width = _BLOCK if blocks else min(left, _BLOCK - within)
             rows = max(blocks, 1)
-            noise = self._table.as_strided(
-                (rows, width), (_SHIFT, 1), block * _SHIFT + within
-            )
+            noise = self._table.as_strided((rows, width), (_SHIFT, 1), block * _SHIFT + within)
             x[done : done + rows * width].view(rows, width).add_(noise)
             done += rows * width
         return x
