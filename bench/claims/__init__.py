@@ -1,0 +1,1 @@
+"""Claims of the papers behind gradpilot, made again with gradpilot's own code."""
