@@ -15,7 +15,8 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint protos protos-check dashboards bench-overhead bench-solver clean
+.PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
+	bench-compressors bench-claims bench-solver clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -50,6 +51,12 @@ dashboards: $(DEV)  ## generate dashboard and PrometheusRule after a change of q
 
 bench-overhead: $(DEV)  ## measure what the agent costs a step; writes bench/results/overhead.json
 	$(BIN)/python -m bench.overhead
+
+bench-compressors: $(DEV)  ## time all compressors; writes bench/results/compressors.json
+	$(BIN)/python -m bench.compressors
+
+bench-claims: $(DEV)  ## try the claims of the papers; writes bench/results/claims.json
+	$(BIN)/python -m bench.claims
 
 bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
 	$(BIN)/python -m bench.solver
