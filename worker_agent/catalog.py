@@ -116,7 +116,7 @@ def _rounds(member: Compressor, slot: Slot, world_size: int) -> tuple[WireRound,
     floor = 4 * min_skip_elements(world_size)
     return tuple(
         replace(wire_round, skippable=False) if wire_round.bytes < floor else wire_round
-        for wire_round in member.wire(slot.bucket.elements, slot.shapes)
+        for wire_round in member.wire(slot.bucket.elements, slot.shapes, world_size)
     )
 
 

@@ -223,7 +223,7 @@ class CompressorConformance:
         """``wire`` equals the requests that were made, in kind, bytes and skippability."""
         for n in SIZES:
             made = self.step(case, gradients(n, world_size)).wire
-            stated = case.compressor.wire(n, self.shapes(n))
+            stated = case.compressor.wire(n, self.shapes(n), world_size)
             assert made == tuple(stated), f"n={n}: made {made}, stated {stated}"
             if case.compressor.single_round:
                 assert [r.collective for r in made] == ["all_reduce"]

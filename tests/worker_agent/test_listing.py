@@ -67,7 +67,7 @@ class Odd(Compressor):
     def ladder(cls) -> tuple[Odd, ...]:
         return (cls(), cls(ratio=0.1, bits=3))
 
-    def wire(self, n: int, shapes: object = ()) -> tuple[()]:
+    def wire(self, n: int, shapes: object = (), ranks: int = 1) -> tuple[()]:
         return ()
 
     def rounds(self, grad: object, at: object) -> Any:

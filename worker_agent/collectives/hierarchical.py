@@ -65,9 +65,12 @@ class Hierarchical(Compressor):
         """Return the inner ratio."""
         return self.inner.ratio
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one fp32 all-reduce inside the node, then the rounds across nodes."""
-        return (WireRound("all_reduce", 4 * n, skippable=False), *self.inner.wire(n, shapes))
+        inside = WireRound("all_reduce", 4 * n, skippable=False)
+        return (inside, *self.inner.wire(n, shapes, self.nodes.count))
 
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Add up inside the node, run the inner rounds across nodes."""

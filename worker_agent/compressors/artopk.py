@@ -72,7 +72,9 @@ class ArTopK(Compressor):
             for ratio in (0.001, 0.003, 0.01, 0.03, 0.1)
         )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return 4 bytes of norm (but for ``star``), k int32 indices, k fp32 values."""
         k = kept(n, self.ratio)
         indices_and_values = (WireRound("broadcast", 4 * k), WireRound("all_reduce", 4 * k))
@@ -89,7 +91,7 @@ class ArTopK(Compressor):
         own = None
         if self.selection == "var":
             own = largest(grad, k)
-            energy = grad[own].float().square().sum().view(1)
+            energy = grad.index_select(0, own).float().square().sum().view(1)
             energies = yield AllGather(energy)
             source = int(energies.view(-1).argmax())  # the first of equal ones
         elif self.selection == "hybrid":
@@ -107,7 +109,7 @@ class ArTopK(Compressor):
         indices = (yield Broadcast(message, source)).long()
 
         # Own values there, averaged.
-        values = grad[indices]
+        values = grad.index_select(0, indices)
         request = AllReduce(values / at.world_size)
         averaged = yield request
 

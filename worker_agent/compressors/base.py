@@ -218,8 +218,16 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
-        """Return the payloads that one rank hands in for a bucket of ``n`` fp32 elements."""
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
+        """Return the payloads that one rank hands in for a bucket of ``n`` fp32 elements.
+
+        Args:
+            n: Elements of the bucket.
+            shapes: Shapes of its parameters, in buffer order.
+            ranks: Ranks N, for payloads that are cut into parts for each of them.
+        """
 
     @abstractmethod
     def rounds(self, grad: Tensor, at: At) -> Rounds:

@@ -90,7 +90,9 @@ class ChunkUnion(Compressor):
         """Return ratios about a factor of 3 apart."""
         return tuple(cls(ratio=ratio) for ratio in (0.003, 0.01, 0.03, 0.1, 0.3))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one byte for each chunk, then J C values; n values alone if J is all chunks.
 
         The union may be smaller or larger than J; of all chunks it sends n values.

@@ -72,7 +72,9 @@ class CountSketchTopK(Compressor):
         """Return ratios about a factor of 3 apart."""
         return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return the fp32 sketch of R W elements and k fp32 values; n values if that is less."""
         k, columns = self._sizes(n)
         if k == n:

@@ -77,7 +77,9 @@ class Dgc(Compressor):
             return self.ratio
         return float(self.ratio ** ((step + 1) / (self.warm_up + 1)))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return the lengths and 8k bytes, to be expected after the warm-up."""
         return (WireRound("all_gather", 8), WireRound("all_gather", 8 * kept(n, self.ratio)))
 

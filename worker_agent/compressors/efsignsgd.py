@@ -53,7 +53,9 @@ class EfSignSgd(Compressor):
         """Return the only member."""
         return (cls(),)
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-gather of an fp32 scale and n bits, padded to 4 bytes."""
         return (WireRound("all_gather", Layout(n, width=1, scalars=1).bytes),)
 

@@ -33,7 +33,9 @@ class Fp16(Compressor):
         """Return the one member."""
         return (cls(),)
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-reduce of 2n bytes."""
         return (WireRound("all_reduce", 2 * n),)
 

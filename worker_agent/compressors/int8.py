@@ -91,12 +91,13 @@ class Int8(Compressor):
                 f" {_LARGEST_CODE // world_size} levels; use exchange=all_to_all"
             )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return fp32 scales and n int8 codes.
 
-        In one message padded to 4 bytes for ``all_gather``. For ``all_to_all`` that message with
-        all blocks full, twice; cutting it into N parts adds up to N - 1 empty blocks, which is not
-        counted, and nothing if N divides the number of blocks.
+        In one message padded to 4 bytes for ``all_gather``. For ``all_to_all`` a message for each
+        rank, of its part in whole blocks, and one of the own part to all.
         """
         if self.exchange == "all_reduce":
             return (
@@ -105,8 +106,8 @@ class Int8(Compressor):
             )
         if self.exchange == "all_gather":
             return (WireRound("all_gather", self._layout(n, torch.float32).bytes),)
-        message = WireRound("all_to_all", self._layout(self._share(n, 1), torch.float32).bytes)
-        return (message, message)
+        part = self._layout(self._share(n, ranks), torch.float32).bytes
+        return (WireRound("all_to_all", ranks * part), WireRound("all_gather", part))
 
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Round to levels of the peaks that the exchange allows, and average."""
@@ -160,14 +161,13 @@ class Int8(Compressor):
             self._write(message, layout, grad[cut], part, noise, cut.start)
         received = yield AllToAll(messages.view(-1))
 
-        # The mean of the own part, to all. An all-gather would move as much; this way what a rank
-        # hands in does not depend on N.
+        # The mean of the own part, to all.
         room = torch.empty(share, dtype=layout.dtype, device=grad.device)
         part = mean_of(layout, received, self._decode, room, at)
         message = layout.new(grad.device)
         second = self._noise(part, at, "second stage")
         self._write(message, layout, part, peaks(part, self.block, layout.dtype), second)
-        received = yield AllToAll(message.repeat(ranks))
+        received = yield AllGather(message)
 
         mean = torch.empty_like(grad) if at.feedback else grad
         self._read(received, layout, cuts, mean)

@@ -44,7 +44,9 @@ class LwTopK(Compressor):
         """Return ratios about a factor of 3 apart."""
         return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-gather of k fp32 values and k int32 indices: 8k bytes."""
         kept(n, self.ratio)  # refuses what indices cannot address
         k = sum(kept(length, self.ratio) for length in _lengths(n, shapes))

@@ -61,7 +61,9 @@ class Natural(Compressor):
         """Return the only member."""
         return (cls(),)
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-gather of an fp32 scale and n bytes, padded to 4 bytes."""
         return (WireRound("all_gather", Layout(n, width=8, scalars=1).bytes),)
 

@@ -52,7 +52,9 @@ class NoCompression(Compressor):
         """Return the one member."""
         return (cls(),)
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-reduce of 4n bytes."""
         return (WireRound("all_reduce", 4 * n),)
 

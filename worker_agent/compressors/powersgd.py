@@ -69,7 +69,9 @@ class PowerSgd(Compressor):
         """Return ranks a factor of 4 apart for both forms."""
         return tuple(cls(rank=rank, step=step) for step in ("full", "half") for rank in (1, 4, 16))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return 4rs bytes, then 4rl and 4 for each uncompressed element; half: r(s + l)/2 once.
 
         ``half`` sends 4rs bytes in its first step, then 4rl, and so on: this is their mean.

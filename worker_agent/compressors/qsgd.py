@@ -97,7 +97,9 @@ class Qsgd(Compressor):
                 f" {_INT8_MAX}, got {self.levels} times {world_size}"
             )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return fp32 norms and packed codes (padded to 4 bytes), or norms and n int8 codes."""
         if self.exchange == "all_gather":
             return (WireRound("all_gather", self._layout(n, torch.float32).bytes),)

@@ -70,7 +70,9 @@ class RandomK(Compressor):
             for ratio in (0.01, 0.03, 0.1, 0.3)
         )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-reduce of k values."""
         return (WireRound("all_reduce", element_bytes(self.wire_dtype) * kept(n, self.ratio)),)
 

@@ -68,7 +68,9 @@ class Sidco(Compressor):
         """Return ratios about a factor of 3 apart."""
         return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return the lengths and the 8k bytes that are aimed at."""
         return (WireRound("all_gather", 8), WireRound("all_gather", 8 * kept(n, self.ratio)))
 

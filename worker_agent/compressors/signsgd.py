@@ -80,7 +80,9 @@ class SignSgd(Compressor):
                 f" got {world_size}; exchange=all_gather serves any number"
             )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return an fp32 scale and n bits (padded to 4 bytes), or the scale and n int8 votes."""
         if self.exchange == "all_gather":
             return (WireRound("all_gather", Layout(n, width=1, scalars=1).bytes),)

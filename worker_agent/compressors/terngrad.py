@@ -65,7 +65,9 @@ class TernGrad(Compressor):
         """Return the published setting, and the one that suits error feedback."""
         return (cls(), cls(clip=1.5))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one all-gather of an fp32 scale and n codes of 2 bits, padded to 4 bytes."""
         return (WireRound("all_gather", Layout(n, width=2, scalars=1).bytes),)
 

@@ -137,7 +137,9 @@ class Thc(Compressor):
                 f" {self.most_ranks} ranks, got {world_size}: sums would saturate too often"
             )
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return one norm a block, then b bits an element, padded to whole blocks; no skipping."""
         blocks = Blocks.of(n, self.stages)
         return (

@@ -49,7 +49,9 @@ class Threshold(Compressor):
         """Return relative thresholds, which suit any model: about 24, 6, 1.4 and .3 % of it."""
         return tuple(cls(threshold=threshold) for threshold in (1.0, 2.0, 3.0, 4.0))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return the lengths and what to expect of 8 bytes for each element sent.
 
         As many reach a relative threshold as of a Laplace distribution, which is derived for no

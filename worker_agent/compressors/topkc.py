@@ -71,7 +71,9 @@ class TopKC(Compressor):
         """Return ratios about a factor of 3 apart."""
         return tuple(cls(ratio=ratio) for ratio in (0.003, 0.01, 0.03, 0.1, 0.3))
 
-    def wire(self, n: int, shapes: Sequence[torch.Size] = ()) -> tuple[WireRound, ...]:
+    def wire(
+        self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1
+    ) -> tuple[WireRound, ...]:
         """Return a score for each chunk, J C values; n values alone if that is all of them."""
         count = chunk_count(n, self.chunk)
         j, size = kept(count, self.ratio), element_bytes(self.wire_dtype)
