@@ -102,6 +102,10 @@ class PolicyConfig(BaseModel):
     skip_divisor: Literal["skip", "drop", "shrink"] = Field(
         default="skip", description="divisor of options that skip"
     )
+    collectives: tuple[str, ...] = Field(
+        default=("native", "ring", "allgather"),
+        description="carriers that may be chosen; the costs of others are derived, not measured",
+    )
 
     def settings(self) -> PolicySettings:
         """Return the settings as policies take them."""

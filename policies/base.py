@@ -90,6 +90,8 @@ class PolicySettings:
         ratios: Number of ratios per family in the log grid.
         selective: Whether buckets with many large elements are spared from skipping: ``continuous``
             (measured again and again), ``once`` (as first measured) or ``off``.
+        collectives: Carriers that may be chosen. The default is those whose costs were measured on
+            links; those of ``halving_doubling``, ``tree`` and ``alltoall`` are derived.
         skip_divisor: Divisor of options that skip: ``skip``, ``drop`` or ``shrink``.
     """
 
@@ -105,6 +107,7 @@ class PolicySettings:
     ratios: int = 24
     selective: str = "continuous"
     skip_divisor: str = "skip"
+    collectives: tuple[str, ...] = ("native", "ring", "allgather")
 
 
 @dataclass(frozen=True, slots=True)

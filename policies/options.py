@@ -26,8 +26,8 @@ MAX_OPTIONS = 100_000
 KINDS = ("all_reduce", "fixed", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
 """Rounds by what carries them; ``fixed`` is an all-reduce that must not skip."""
 
-OFFERED = ("native", *SKIPPING, "allgather", "alltoall")
-"""Values of ``Option.collective`` whose costs are known."""
+COSTED = ("native", *SKIPPING, "allgather", "alltoall")
+"""Values of ``Option.collective`` that ``cost`` has a form for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,12 @@ def usable(family: Family, buckets: int) -> bool:
 
 
 def make_heads(
-    families: Sequence[Family], world_size: int, ratios: int, *, skips: bool
+    families: Sequence[Family],
+    world_size: int,
+    ratios: int,
+    *,
+    skips: bool,
+    collectives: Sequence[str] = COSTED,
 ) -> list[Head]:
     """Return families x collectives x skips, thinned to stay below MAX_OPTIONS.
 
@@ -74,12 +79,13 @@ def make_heads(
         world_size: Ranks N.
         ratios: Ratios of each family.
         skips: Whether steps may be skipped at all.
+        collectives: Carriers that may be chosen; those without a cost never are.
     """
     pairs = [
         (family, collective)
         for family in families
-        for collective in OFFERED
-        if collective in family.collectives
+        for collective in COSTED
+        if collective in family.collectives and collective in collectives
     ]
     furthest = [most_skipped(c, world_size) if skips and _skippable(f) else 0 for f, c in pairs]
     budget = MAX_OPTIONS // max(ratios, 1) - len(pairs)

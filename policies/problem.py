@@ -87,7 +87,13 @@ class Space:
         self._ladders: dict[int, Ladder] = {}
         families = [f for f in inputs.families if usable(f, len(buckets))]
         warm = inputs.history.warmth.warm
-        self.heads = make_heads(families, inputs.world_size, inputs.settings.ratios, skips=warm)
+        self.heads = make_heads(
+            families,
+            inputs.world_size,
+            inputs.settings.ratios,
+            skips=warm,
+            collectives=inputs.settings.collectives,
+        )
         levels = min(inputs.settings.ratios, MAX_OPTIONS // max(len(self.heads), 1))
         tables = []
         known: dict[int, _Basis] = {}  # the heads of a family differ in the wire only

@@ -113,7 +113,8 @@ def written(value: object) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`[{', '.join(f'{item:g}' for item in value)}]`"
+        items = (f'"{item}"' if isinstance(item, str) else f"{item:g}" for item in value)
+        return f"`[{', '.join(items)}]`"
     return f"`{value:g}`" if isinstance(value, int | float) else f"`{value}`"
 
 

@@ -63,6 +63,7 @@ TESTED_ELSEWHERE = {
     "worker_agent/compressors/_blockwise.py": "tests/worker_agent/compressors/test_int8.py",
     "worker_agent/compressors/_chunks.py": "tests/worker_agent/compressors/test_topkc.py",
     "worker_agent/compressors/_low_rank.py": "tests/worker_agent/compressors/test_powersgd.py",
+    "worker_agent/compressors/_precision.py": "tests/worker_agent/compressors/test_bits.py",
     "worker_agent/compressors/_rotated_codes.py": "tests/worker_agent/compressors/test_thc.py",
     "worker_agent/testing_collectives.py": "tests/worker_agent/collectives/test_ring.py",
     "worker_agent/testing_tools.py": "tests/worker_agent/compressors/test_topk.py",

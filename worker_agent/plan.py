@@ -42,11 +42,11 @@ def compile_option(option: Option, world_size: int, nodes: Nodes | None = None) 
         ConfigError: The option cannot be used here; the message says why.
     """
     check_option(option, world_size)
-    compressor = create(option)
+    inner = compressor = create(option)
     if option.collective == "hierarchical":
-        compressor = Hierarchical(inner=compressor, nodes=nodes or Nodes((0,) * world_size))
+        compressor = Hierarchical(inner=inner, nodes=nodes or Nodes((0,) * world_size))
     else:
-        compressor.check(world_size, option.collective)
+        inner.check(world_size, option.collective)
     if option.skip:
         most = SCHEDULES.get(option.collective).most_skipped(world_size)
         if option.skip > most:
@@ -55,10 +55,7 @@ def compile_option(option: Option, world_size: int, nodes: Nodes | None = None) 
                 f" got {option.skip}"
             )
     keeps_omitted = option.skip > 0 and option.skip_feedback
-    lossless = compressor.lossless
-    if isinstance(compressor, Hierarchical):
-        lossless = compressor.inner.lossless
-    feedback = keeps_omitted or not lossless
+    feedback = keeps_omitted or not inner.lossless
     return Given(option, compressor, feedback, owner_of(option))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import Sparse
 
 
@@ -28,7 +29,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def sent_vector(sent: Tensor | Sparse | None, corrected: Tensor) -> Tensor:
     """Return what was sent as a dense vector, float32 or better."""
-    precise = torch.promote_types(corrected.dtype, torch.float32)
+    precise = precise_dtype(corrected)
     if sent is None:
         return corrected.to(precise)
     if isinstance(sent, Sparse):

@@ -24,7 +24,12 @@ from gradpilot.worker_agent.collectives.base import (
     ReduceScatter,
 )
 from gradpilot.worker_agent.collectives.reduction import MAX
-from gradpilot.worker_agent.collectives.skipping import backend_carries, schedule_for, settle
+from gradpilot.worker_agent.collectives.skipping import (
+    backend_carries,
+    schedule_for,
+    settle,
+    skipped_steps,
+)
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 from gradpilot.worker_agent.nodes import NodeTeams
 from gradpilot.worker_agent.peers import run_steps
@@ -135,8 +140,7 @@ class Wire:
             kind, reply = f"{request.kind} {request.scope}", self._layered(request, option, at)
         elif isinstance(request, AllReduce) and not backend_carries(option, request):
             kind = "ring" if option.collective in UNSKIPPABLE else option.collective
-            schedule = schedule_for(option, at, request)
-            skip = option.skip if schedule.omitted else 0
+            skip = skipped_steps(option, self.world_size, request)
             reply = self._exchange(request, option, at, self.group)
         else:
             reply = self._exchange(request, option, at, self.group)

@@ -12,7 +12,7 @@ from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import ComputeModel
 from gradpilot.policies.cost import coefficients
 from gradpilot.policies.gain import SKIP_EXPONENT
-from gradpilot.policies.options import bucket_groups, make_heads, ratio_grid
+from gradpilot.policies.options import COSTED, bucket_groups, make_heads, ratio_grid
 from gradpilot.policies.problem import Space
 from gradpilot.protos.messages import (
     BF16,
@@ -151,7 +151,7 @@ def test_every_carrier_equals_brute_force(backend: str) -> None:
     )
     inputs = scenario.inputs(
         ranks=4, sizes=sizes, families=families, compute=samples, backend=backend,
-        settings=scenario.settings(ratios=3),
+        settings=scenario.settings(ratios=3, collectives=COSTED),
     )  # fmt: skip
     space = Space(inputs, LINK)
     evaluation = space.uniform()

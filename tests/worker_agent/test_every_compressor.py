@@ -31,8 +31,9 @@ pytestmark = pytest.mark.processes
 
 RANKS, N, STEPS = 3, 4097, 3
 SHAPES = (torch.Size([64, 63]), torch.Size([64]), torch.Size([]))
-SUMS_IN_ITS_OWN_ORDER = 2e-2
-"""Relative difference allowed where the backend adds up: 16-bit sums depend on the order."""
+SIXTEEN_BITS = 2e-2
+FULL = 1e-5
+"""Relative differences allowed where the backend adds up, in an order of its own."""
 
 
 def options() -> list[Option]:
@@ -99,7 +100,8 @@ def test_each_does_over_gloo_what_it_does_on_virtual_ranks() -> None:
             assert bool(first.isfinite().all()), option.label
             if option.collective == "native":
                 error = relative_error(first, means[step])
-                assert error <= SUMS_IN_ITS_OWN_ORDER, f"{option.label}, step {step}: {error}"
+                allowed = SIXTEEN_BITS if "16" in option.label else FULL
+                assert error <= allowed, f"{option.label}, step {step}: {error}"
             else:
                 assert same_bits(first, means[step]), f"{option.label}, step {step}"
         if option.collective != "native":

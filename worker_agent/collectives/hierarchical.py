@@ -23,6 +23,7 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllReduce
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
     At,
     Compressor,
@@ -78,7 +79,7 @@ class Hierarchical(Compressor):
         node = nodes.of[at.rank]
         # K / N of each, so that the mean over nodes is the mean over ranks, also of uneven nodes.
         weight = nodes.count / at.world_size
-        precise = torch.promote_types(grad.dtype, torch.float32)
+        precise = precise_dtype(grad)
         total = yield AllReduce(grad.to(precise) * weight, skippable=False, scope="node")
 
         there = replace(at, rank=node, world_size=nodes.count, divide=False)

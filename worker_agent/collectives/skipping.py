@@ -38,6 +38,12 @@ def backend_carries(option: Option, request: AllReduce) -> bool:
     return False
 
 
+def skipped_steps(option: Option, world_size: int, request: AllReduce) -> int:
+    """Return how many steps of a schedule are left out: none of a small or unskippable request."""
+    spared = request.payload.numel() < min_skip_elements(world_size)
+    return option.skip if request.skippable and not spared else 0
+
+
 def schedule_for(option: Option, at: At, request: AllReduce) -> Schedule:
     """Return this rank's schedule for an all-reduce that the backend does not carry itself.
 
@@ -47,8 +53,7 @@ def schedule_for(option: Option, at: At, request: AllReduce) -> Schedule:
         at: Where this takes place; ranks that differ in ``at.rank`` only get a matching set.
         request: The request; a small or unskippable one runs all steps.
     """
-    spared = request.payload.numel() < min_skip_elements(at.world_size)
-    skip = option.skip if request.skippable and not spared else 0
+    skip = skipped_steps(option, at.world_size, request)
     shift = at.random("rotation") % at.world_size if skip and option.rotation == "random" else 0
     name = "ring" if option.collective in UNSKIPPABLE else option.collective
     return SCHEDULES.get(name).build(at.rank, at.world_size, skip=skip, shift=shift)

@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradpilot.worker_agent.collectives.base import slice_bounds
-from gradpilot.worker_agent.compressors.base import At
+from gradpilot.worker_agent.collectives.base import AllGather, slice_bounds
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 
 PARTS = 8
 """Parts in which a vector is worked through; any width cuts into these."""
@@ -156,11 +156,6 @@ class Layout:
         return torch.empty(longest, dtype=self.dtype, device=device)
 
 
-def precise_dtype(grad: Tensor) -> torch.dtype:
-    """Return what to compute in: the gradient's dtype, float32 at least."""
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
 class Decode(Protocol):
     """Turns codes back into elements.
 
@@ -185,6 +180,23 @@ def decoded(layout: Layout, message: Tensor, decode: Decode) -> Tensor:
     for part in layout.parts:
         decode(get_codes(packed, part), scalars, vector[part.elements], part.elements.start)
     return vector
+
+
+def gathered_codes(layout: Layout, message: Tensor, decode: Decode, grad: Tensor, at: At) -> Rounds:
+    """Gather the messages of all ranks; the mean is that of what they stand for.
+
+    To be used with ``yield from``.
+
+    Args:
+        layout: Of the message, the same on all ranks.
+        message: What this rank says of its gradient.
+        decode: What a message stands for.
+        grad: The gradient; overwritten if ``at.feedback`` is False.
+        at: Where this takes place.
+    """
+    gathered = yield AllGather(message)
+    mean = mean_of(layout, gathered, decode, grad, at)
+    return Estimate(mean, decoded(layout, message, decode) if at.feedback else None)
 
 
 def mean_of(layout: Layout, gathered: Tensor, decode: Decode, grad: Tensor, at: At) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradpilot.worker_agent.compressors._agreed import values_rounds
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import largest
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse
 
@@ -32,7 +33,7 @@ def chunk_energies(grad: Tensor, size: int) -> Tensor:
         size: Elements C of a chunk.
     """
     full = grad.numel() // size
-    precise = torch.promote_types(grad.dtype, torch.float32)
+    precise = precise_dtype(grad)
     norms = grad.new_empty(chunk_count(grad.numel(), size), dtype=precise)
     # Norms that are squared again: unlike the sum of squares, they are one fused pass.
     rows = grad[: full * size].view(full, size)

@@ -9,17 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradpilot.worker_agent.compressors._precision import precise_dtype
+
 # Elements of a piece: 2 MB of fp32. A multiple of 8, see ``_false``.
 _PIECE = 1 << 19
 # Primes, so that a sample does not walk along the rows of a matrix or the taps of a filter.
 _STRIDES = (97, 31, 11)
 # Eight bools, all true.
 _ALL = 0x0101010101010101
-
-
-def precise_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which magnitudes of ``x`` are compared: its own, at least fp32."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def least_positive(x: Tensor) -> float:

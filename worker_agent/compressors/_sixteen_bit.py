@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradpilot.worker_agent.collectives.base import AllReduce
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 from gradpilot.worker_agent.compressors.none import dense_rounds
 
@@ -39,7 +40,7 @@ def sixteen_bit_rounds(grad: Tensor, at: At, wire: torch.dtype) -> Rounds:
     if grad.dtype == wire:
         return (yield from dense_rounds(grad, at))
 
-    precise = torch.promote_types(grad.dtype, torch.float32)
+    precise = precise_dtype(grad)
     if grad.dtype != precise:
         part = grad.to(precise).div_(at.world_size)
     elif at.feedback:

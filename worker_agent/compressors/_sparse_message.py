@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradpilot.worker_agent.collectives.base import AllGather
 from gradpilot.worker_agent.collectives.gather import gather_unequal
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse
 
 
@@ -82,12 +83,12 @@ def _view(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _shares(values: Tensor, at: At) -> Tensor:
     """Divide by N before the sum: k N elements instead of n. At fp32 or better."""
-    return values.to(torch.promote_types(values.dtype, torch.float32)) / at.world_size
+    return values.to(precise_dtype(values)) / at.world_size
 
 
 def _mean(grad: Tensor, parts: Iterable[tuple[Tensor, Tensor]], at: At) -> Tensor:
     # At fp32 or better: 16 bits would round N times.
-    precise = torch.promote_types(grad.dtype, torch.float32)
+    precise = precise_dtype(grad)
     if grad.dtype == precise and not at.feedback:
         mean = grad.zero_()
     else:

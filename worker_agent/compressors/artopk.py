@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, Broadcast
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._turns import next_source, recalled, remembered
 from gradpilot.worker_agent.compressors.base import (
@@ -28,7 +29,7 @@ from gradpilot.worker_agent.compressors.base import (
     Rounds,
     Sparse,
 )
-from gradpilot.worker_agent.compressors.settings import choice, kept_fraction
+from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, choice, kept_fraction
 
 
 @COMPRESSORS.register("artopk")
@@ -69,7 +70,7 @@ class ArTopK(Compressor):
         return tuple(
             cls(ratio=ratio, selection=selection)
             for selection in ("star", "var")
-            for ratio in (0.001, 0.003, 0.01, 0.03, 0.1)
+            for ratio in SPARSE_RATIOS
         )
 
     def wire(
@@ -124,6 +125,6 @@ class ArTopK(Compressor):
 
 def _finite_norm(grad: Tensor) -> Tensor:
     """Return the norm as one fp32 number, NaN for NaN; no more than fp32 holds."""
-    precise = torch.promote_types(grad.dtype, torch.float32)
+    precise = precise_dtype(grad)
     norm: Tensor = torch.linalg.vector_norm(grad, dtype=precise)
     return norm.clamp(max=torch.finfo(torch.float32).max).float().view(1)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.compressors._magnitudes import above, least_positive, sampled
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._sparse_message import average_unequal
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
-from gradpilot.worker_agent.compressors.settings import kept_fraction, real, whole
+from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, kept_fraction, real, whole
 
 # Elements of a sample at least; 1 % of buckets of a million and more.
 _SAMPLE = 1 << 13
@@ -69,7 +70,7 @@ class Dgc(Compressor):
     @classmethod
     def ladder(cls) -> Sequence[Dgc]:
         """Return ratios about a factor of 3 apart, without momentum."""
-        return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
+        return tuple(cls(ratio=ratio) for ratio in SPARSE_RATIOS)
 
     def ratio_at(self, step: int) -> float:
         """Return the kept fraction in a step of the run."""
@@ -100,7 +101,7 @@ class Dgc(Compressor):
 
     def _accumulate(self, grad: Tensor, at: At) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return m u_old, v = corrected + m u_old, and u = v - r_old; all of them fresh."""
-        precise = torch.promote_types(grad.dtype, torch.float32)
+        precise = precise_dtype(grad)
         before = at.memory.get("velocity")
         if before is None:
             return None, grad.clone(), grad.to(precise, copy=True)

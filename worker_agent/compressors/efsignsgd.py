@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
-from gradpilot.worker_agent.collectives.base import AllGather
 from gradpilot.worker_agent.compressors._bits import (
     Layout,
-    decoded,
-    mean_of,
-    precise_dtype,
+    gathered_codes,
     put_codes_,
 )
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
     Compressor,
-    Estimate,
     Rounds,
 )
 
@@ -72,10 +69,7 @@ class EfSignSgd(Compressor):
             scale.add_(scratch[: part.length].copy_(own).abs_().sum())
         scale.div_(layout.n)
 
-        gathered = yield AllGather(message)
-
-        mean = mean_of(layout, gathered, _decode, grad, at)
-        return Estimate(mean, decoded(layout, message, _decode) if at.feedback else None)
+        return (yield from gathered_codes(layout, message, _decode, grad, at))
 
 
 def _decode(codes: Tensor, scalars: Tensor, out: Tensor, start: int) -> None:

@@ -17,9 +17,10 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, AllToAll
 from gradpilot.worker_agent.collectives.reduction import MAX
-from gradpilot.worker_agent.compressors._bits import Layout, decoded, mean_of, precise_dtype
+from gradpilot.worker_agent.compressors._bits import Layout, decoded, gathered_codes, mean_of
 from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, times_blocks
 from gradpilot.worker_agent.compressors._dither import Dither
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
 from gradpilot.worker_agent.compressors.settings import choice, whole
 
@@ -142,10 +143,7 @@ class Int8(Compressor):
         own = peaks(grad, self.block, layout.dtype)
         self._write(message, layout, grad, own, self._noise(grad, at))
 
-        gathered = yield AllGather(message)
-
-        mean = mean_of(layout, gathered, self._decode, grad, at)
-        return Estimate(mean, decoded(layout, message, self._decode) if at.feedback else None)
+        return (yield from gathered_codes(layout, message, self._decode, grad, at))
 
     def _in_two_stages(self, grad: Tensor, at: At) -> Rounds:
         n, ranks = grad.numel(), at.world_size

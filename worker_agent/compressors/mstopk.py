@@ -18,13 +18,13 @@ from gradpilot.worker_agent.compressors._magnitudes import (
     above,
     least_positive,
     mean_and_largest,
-    precise_dtype,
     sampled,
 )
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._sparse_message import average_selected
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Rounds
-from gradpilot.worker_agent.compressors.settings import kept_fraction
+from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, kept_fraction
 
 SAMPLE = 1 << 13
 """Elements that the floor of the search is taken from, at least."""
@@ -58,7 +58,7 @@ class MsTopK(Compressor):
     @classmethod
     def ladder(cls) -> Sequence[MsTopK]:
         """Return ratios about a factor of 3 apart."""
-        return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
+        return tuple(cls(ratio=ratio) for ratio in SPARSE_RATIOS)
 
     def wire(
         self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1

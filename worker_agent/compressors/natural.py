@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
-from gradpilot.worker_agent.collectives.base import AllGather
-from gradpilot.worker_agent.compressors._bits import Layout, decoded, mean_of, put_codes_
+from gradpilot.worker_agent.compressors._bits import Layout, gathered_codes, put_codes_
 from gradpilot.worker_agent.compressors._dither import Dither
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
     Compressor,
-    Estimate,
     Rounds,
 )
 
@@ -89,10 +87,7 @@ class Natural(Compressor):
             codes = dither.add_(element, part.elements.start).clamp_(0, _TOP).to(torch.uint8)
             put_codes_(packed, part, codes.add_(own < 0, alpha=_SIGN))
 
-        gathered = yield AllGather(message)
-
-        mean = mean_of(layout, gathered, _decode, grad, at)
-        return Estimate(mean, decoded(layout, message, _decode) if at.feedback else None)
+        return (yield from gathered_codes(layout, message, _decode, grad, at))
 
 
 def _exponent_above(grad: Tensor) -> Tensor:

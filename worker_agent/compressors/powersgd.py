@@ -21,6 +21,7 @@ from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllReduce, Collective
 from gradpilot.worker_agent.compressors._low_rank import LONG, SHORT, Layout, layout_of, other
 from gradpilot.worker_agent.compressors._orthogonal import orthonormal, unit_scale
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
 from gradpilot.worker_agent.compressors.none import dense_rounds
 from gradpilot.worker_agent.compressors.settings import choice, real, whole
@@ -93,7 +94,7 @@ class PowerSgd(Compressor):
         layout = self._layout(grad.numel(), at.shapes)
         if not layout.groups:
             return (yield from dense_rounds(grad, at))
-        precise = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        precise = grad.to(precise_dtype(grad))
 
         side, basis = self._start(layout, precise, at)
         if self.step == "full":

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import WireRound
-from gradpilot.worker_agent.collectives.base import AllGather, AllReduce
+from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.collectives.reduction import MAX
 from gradpilot.worker_agent.compressors._bits import (
     Layout,
-    decoded,
-    mean_of,
+    gathered_codes,
     parts,
-    precise_dtype,
     put_codes_,
 )
+from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, times_blocks
 from gradpilot.worker_agent.compressors._dither import Dither
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
@@ -127,10 +127,7 @@ class Qsgd(Compressor):
             self._round_(element, steps, dither, part.elements.start)
             put_codes_(packed, part, element.add_(self.levels).to(torch.uint8))
 
-        gathered = yield AllGather(message)
-
-        mean = mean_of(layout, gathered, self._decode, grad, at)
-        return Estimate(mean, decoded(layout, message, self._decode) if at.feedback else None)
+        return (yield from gathered_codes(layout, message, self._decode, grad, at))
 
     def _summed(self, grad: Tensor, at: At) -> Rounds:
         own = self._norms(grad, precise_dtype(grad)).nan_to_num_(torch.inf, torch.inf)
@@ -148,18 +145,18 @@ class Qsgd(Compressor):
             self._round_(room.copy_(grad[part.elements]), steps, dither, part.elements.start)
             codes[part.elements] = room
             if sent is not None:
-                _times_spans_(room, units, self.span, part.elements.start)
+                times_blocks(room, units, self.span, part.elements.start, room)
 
         # Codes of some ranks only would be divided by N, which integers cannot be.
         total = yield AllReduce(codes, skippable=False)
 
         in_place = grad.dtype == norms.dtype and not at.feedback
         mean = grad if in_place else torch.empty_like(grad, dtype=norms.dtype)
-        _times_spans_(mean.copy_(total), units / at.world_size, self.span, 0)
+        times_blocks(total, units / at.world_size, self.span, 0, mean)
         return Estimate(mean.to(grad.dtype), sent)
 
     def _spans(self, n: int) -> int:
-        return -(-n // self.span)
+        return block_count(n, self.span)
 
     def _layout(self, n: int, dtype: torch.dtype) -> Layout:
         width = next(w for w in (2, 4, 8) if 2 * self.levels + 1 <= 1 << w)
@@ -167,18 +164,17 @@ class Qsgd(Compressor):
 
     def _norms(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of every span; finite unless the gradient is not."""
-        whole_spans = grad.numel() // self.span * self.span
-        found = []
-        for rows in (grad[:whole_spans].view(-1, self.span), grad[whole_spans:].view(1, -1)):
-            if not rows.numel():
-                continue
-            if self.norm == "l2":
-                found.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
-            else:
-                found.append(torch.maximum(rows.amax(1), -rows.amin(1)).to(dtype))
+        if self.norm == "max":
+            norms = peaks(grad, self.span, dtype)
+        else:
+            whole_spans = grad.numel() // self.span * self.span
+            rows = (grad[:whole_spans].view(-1, self.span), grad[whole_spans:].view(1, -1))
+            norms = torch.cat(
+                [torch.linalg.vector_norm(r, dim=1, dtype=dtype) for r in rows if r.numel()]
+            )
         # Squares overflow from 1e19 on in fp32. Any larger norm rounds without bias, too; half of
         # the range, so that a mean over ranks that all have it does not overflow.
-        return torch.cat(found).clamp_(max=torch.finfo(dtype).max / 2)
+        return norms.clamp_(max=torch.finfo(dtype).max / 2)
 
     def _per_element(self, norms: Tensor) -> Tensor:
         """Return what an element is multiplied by to get its level."""
@@ -188,25 +184,9 @@ class Qsgd(Compressor):
     def _round_(self, x: Tensor, steps: Tensor, dither: Dither, start: int) -> None:
         """Round the elements from ``start`` on to whole levels, in place."""
         # The product may exceed s by rounding.
-        _times_spans_(x, steps, self.span, start).clamp_(-self.levels, self.levels)
+        times_blocks(x, steps, self.span, start, x).clamp_(-self.levels, self.levels)
         dither.add_(x, start).floor_()
 
     def _decode(self, codes: Tensor, scalars: Tensor, out: Tensor, start: int) -> None:
         out.copy_(codes).sub_(self.levels)
-        _times_spans_(out, scalars / self.levels, self.span, start)
-
-
-def _times_spans_(x: Tensor, factors: Tensor, span: int, start: int) -> Tensor:
-    """Multiply the elements from ``start`` on by the factors of their spans, in place."""
-    done = 0
-    # Three rounds at most: up to the next span, whole spans, what is left.
-    while done < x.numel():
-        number, within = divmod(start + done, span)
-        left = x.numel() - done
-        rows = left // span if within == 0 else 0
-        width = span if rows else min(left, span - within)
-        rows = max(rows, 1)
-        block = x[done : done + rows * width].view(rows, width)
-        block.mul_(factors[number : number + rows].unsqueeze(1))
-        done += rows * width
-    return x
+        times_blocks(out, scalars / self.levels, self.span, start, out)

@@ -19,6 +19,7 @@ from gradpilot.worker_agent.compressors._agreed import (
     values_rounds,
     wire_format,
 )
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import kept
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
@@ -89,7 +90,7 @@ class RandomK(Compressor):
         part = yield from values_rounds(grad.index_select(0, indices), at, self.wire_dtype)
         # Multiplied after the round: 16 bits have no room for n/k times a value.
         limit = torch.finfo(grad.dtype).max
-        precise = torch.promote_types(grad.dtype, torch.float32)
+        precise = precise_dtype(grad)
         scaled = (part.mean.to(precise) * (n / k)).clamp_(-limit, limit).to(grad.dtype)
         if not at.feedback:
             return Estimate(grad.zero_().index_copy_(0, indices, scaled), None)

@@ -63,6 +63,10 @@ class Bounds:
             return text
 
 
+SPARSE_RATIOS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
+"""Kept fractions worth trying where the largest elements are chosen, about a factor of 3 apart."""
+
+
 def kept_fraction(default: float) -> Any:
     """Return a field for the kept fraction of elements, (0, 1]."""
     return _field(default, Bounds(float, 0.0, 1.0, above=True))

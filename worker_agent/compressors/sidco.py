@@ -18,7 +18,7 @@ from gradpilot.worker_agent.compressors._magnitudes import above, least_positive
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._sparse_message import average_unequal
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
-from gradpilot.worker_agent.compressors.settings import kept_fraction, real
+from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, kept_fraction, real
 
 MOST_STAGES = 6
 """More leave too few elements of a sample to fit to."""
@@ -66,7 +66,7 @@ class Sidco(Compressor):
     @classmethod
     def ladder(cls) -> Sequence[Sidco]:
         """Return ratios about a factor of 3 apart."""
-        return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
+        return tuple(cls(ratio=ratio) for ratio in SPARSE_RATIOS)
 
     def wire(
         self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1

@@ -21,9 +21,9 @@ from gradpilot.worker_agent.compressors._bits import (
     Part,
     get_codes,
     parts,
-    precise_dtype,
     put_codes_,
 )
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,

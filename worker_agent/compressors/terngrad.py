@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
-from gradpilot.worker_agent.collectives.base import AllGather
 from gradpilot.worker_agent.compressors._bits import (
     Layout,
-    decoded,
-    mean_of,
-    precise_dtype,
+    gathered_codes,
     put_codes_,
 )
 from gradpilot.worker_agent.compressors._dither import Dither
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
     COMPRESSORS,
     At,
     Compressor,
-    Estimate,
     Rounds,
 )
 from gradpilot.worker_agent.compressors.settings import real
@@ -87,10 +84,7 @@ class TernGrad(Compressor):
             codes = dither.add_(element, part.elements.start).to(torch.uint8)
             put_codes_(packed, part, codes)
 
-        gathered = yield AllGather(message)
-
-        mean = mean_of(layout, gathered, _decode, grad, at)
-        return Estimate(mean, decoded(layout, message, _decode) if at.feedback else None)
+        return (yield from gathered_codes(layout, message, _decode, grad, at))
 
     def _scale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the largest magnitude after clipping, 0-d."""

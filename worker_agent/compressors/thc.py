@@ -28,6 +28,7 @@ from gradpilot.worker_agent.collectives.saturating import (
     SATURATING_INT8,
     SATURATING_NIBBLES,
 )
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._rotated_codes import RANGE, Blocks, Coder
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
 from gradpilot.worker_agent.compressors.settings import whole
@@ -149,7 +150,7 @@ class Thc(Compressor):
 
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Agree on norms, add up levels of the rotated gradient, rotate the sum back."""
-        precise = torch.promote_types(grad.dtype, torch.float32)
+        precise = precise_dtype(grad)
         blocks = Blocks.of(grad.numel(), self.stages)
         norms = blocks.norms(grad, precise)
 

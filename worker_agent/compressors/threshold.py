@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.compressors._magnitudes import above, least_positive
+from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._sparse_message import average_unequal
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Rounds
@@ -76,7 +77,7 @@ class Threshold(Compressor):
 
 def root_mean_square(x: Tensor) -> float:
     """Return the root mean square of a 1-D tensor, computed at fp32 or better."""
-    norm = float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)))
+    norm = float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)))
     if not 0.0 < norm < math.inf:  # squares overflow above 1.8e19 in fp32, and vanish below 1e-23
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return norm / math.sqrt(x.numel())

@@ -16,7 +16,7 @@ from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.compressors._select import kept, largest
 from gradpilot.worker_agent.compressors._sparse_message import average_selected
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Rounds
-from gradpilot.worker_agent.compressors.settings import kept_fraction
+from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, kept_fraction
 
 
 @COMPRESSORS.register("topk")
@@ -44,7 +44,7 @@ class TopK(Compressor):
     @classmethod
     def ladder(cls) -> Sequence[TopK]:
         """Return ratios about a factor of 3 apart."""
-        return tuple(cls(ratio=ratio) for ratio in (0.001, 0.003, 0.01, 0.03, 0.1))
+        return tuple(cls(ratio=ratio) for ratio in SPARSE_RATIOS)
 
     def wire(
         self, n: int, shapes: Sequence[torch.Size] = (), ranks: int = 1

@@ -16,7 +16,6 @@ from gradpilot.worker_agent.compressors.base import At, Compressor, Sparse, opti
 from gradpilot.worker_agent.compressors.topk import TopK
 from gradpilot.worker_agent.compressors.topkc import TopKC
 from gradpilot.worker_agent.testing import (
-    Case,
     CompressorConformance,
     average,
     gradients,
@@ -41,10 +40,14 @@ class TestTopKCInSixteenBits(CompressorConformance):
     dense = (TopKC(ratio=1.0), TopKC(ratio=1.0, wire_dtype="fp16"))
     tolerance = 2e-2
 
-    def test_skipping_equals_masking(self, ring_case: Case, world_size: int) -> None:
-        """Of two chunks with like scores, two orders of adding in 16 bits may choose either."""
-        if world_size <= 2:
-            super().test_skipping_equals_masking(ring_case, world_size)
+    def skip_gradients(self, world_size: int) -> list[Tensor]:
+        """Chunks of clearly different scores: of two like ones, rounding may choose either."""
+        grads = gradients(4097, world_size)
+        count = -(-4097 // 8)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        scale = (1.04 ** order.float()).repeat_interleave(8)[:4097]
+        flat = [torch.sign(grad) * (1.0 + 0.01 * rank) for rank, grad in enumerate(grads)]
+        return [scale * one for one in flat]
 
 
 def one_step(compressor: TopKC, grads: list[Tensor]) -> VirtualStep:
@@ -227,38 +230,28 @@ def test_loses_to_topk_without_locality(bits: float, topk: float, topkc: float) 
     assert vnmse(topkc_at(bits, 64), grad) == pytest.approx(topkc, rel=0.01)
 
 
-def local_gradient(permuted: bool) -> Tensor:
+def local_gradient(seed: int, *, permuted: bool) -> Tensor:
     """Return noise whose scale changes from 256 elements to the next, log-normal of sigma 1.5.
 
     The energy of such a sample lies in its few largest scales, so that errors vary from sample to
-    sample by a factor of two. In this one top-k has the expected error; that of the others follows.
+    sample by a factor of three: the order of methods is what can be tested, not a value.
     """
-    generator = torch.Generator().manual_seed(179)
+    generator = torch.Generator().manual_seed(seed)
     scale = torch.randn(N // 256, generator=generator).mul(1.5).exp()
     grad = (torch.randn(N // 256, 256, generator=generator) * scale[:, None]).view(-1)
     return grad[torch.randperm(N, generator=generator)] if permuted else grad
 
 
-@pytest.mark.parametrize(
-    ("bits", "chunk", "topk", "topkc", "topkc_permuted"),
-    [
-        (2.0, 64, 0.047, 0.028, 0.285),
-        (0.5, 128, 0.139, 0.125, 0.635),
-        (8.0, 64, 69e-4, 11e-4, 0.0694),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("bits", "chunk"), [(2.0, 64), (8.0, 64)], ids=str)
 def test_beats_topk_at_equal_bits_where_large_elements_lie_together(
-    bits: float, chunk: int, topk: float, topkc: float, topkc_permuted: float
+    bits: float, chunk: int, seed: int
 ) -> None:
-    grad = local_gradient(permuted=False)
-    # 5 %, and half of the last digit of values given to four decimals.
-    for compressor, x, expected in (
-        (topk_at(bits), grad, topk),
-        (topkc_at(bits, chunk), grad, topkc),
-        (topkc_at(bits, chunk), local_gradient(permuted=True), topkc_permuted),
-    ):
-        assert vnmse(compressor, x) == pytest.approx(expected, abs=0.05 * expected + 5e-5)
+    grad, permuted = local_gradient(seed, permuted=False), local_gradient(seed, permuted=True)
+    topk = vnmse(topk_at(bits), grad)
+    assert vnmse(topkc_at(bits, chunk), grad) < 0.8 * topk
+    # Without locality chunks lose, and by far.
+    assert vnmse(topkc_at(bits, chunk), permuted) > 2.0 * topk
 
 
 @pytest.mark.parametrize("setting", [{"ratio": 0.0}, {"chunk": 0}, {"wire_dtype": "int8"}])
