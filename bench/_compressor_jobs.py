@@ -85,9 +85,10 @@ def times(extent: Extent) -> list[Row]:
     rows = []
     for grad, rehearsal, matrices in _rehearsals(extent):
         spans = []
+        out = torch.zeros_like(grad)
         for _ in range(extent.repeats + 1):
             work = grad.clone()
-            estimate, compress, decompress = rehearsal.run(work)
+            estimate, compress, decompress = rehearsal.run(work, out)
             begun = time.perf_counter()
             if rehearsal.at.feedback:
                 leave_residual_(work, estimate)
@@ -105,14 +106,18 @@ def times(extent: Extent) -> list[Row]:
 
 
 def memory(extent: Extent) -> list[Row]:
-    """Return the peak extra memory of compressing and decompressing."""
+    """Return the peak extra memory of compressing and decompressing.
+
+    Beside the gradient and the place of the mean: to the hook these are the buffer that becomes the
+    residual and the bucket's own.
+    """
     rows = []
     for grad, rehearsal, matrices in _rehearsals(extent):
         rows.append(
             {
                 **_row("memory", grad.numel(), rehearsal.compressor),
                 "matrices": matrices,
-                **_peak(grad, rehearsal.run),
+                **_peak(grad, partial(rehearsal.run, out=torch.zeros_like(grad))),
                 "replies_buckets": round(sum(r.nbytes for r in rehearsal.replies) / grad.nbytes, 3),
             }
         )
@@ -214,6 +219,7 @@ def _row(kind: str, elements: int, member: Compressor | None = None, what: str =
         "kind": kind,
         "what": what,
         "compressor": "" if member is None else member.name,
+        "ladder": member is not None and member in type(member).ladder(),
         "settings": [f"{name}={getattr(member, name)}" for name in names],
         "elements": elements,
     }

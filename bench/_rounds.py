@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,14 +37,15 @@ class Rehearsal:
     replies: tuple[Tensor, ...]
     wire_bytes: int
 
-    def run(self, grad: Tensor) -> tuple[Estimate, float, float]:
+    def run(self, grad: Tensor, out: Tensor) -> tuple[Estimate, float, float]:
         """Return the estimate, and the seconds to compress and to decompress.
 
         Args:
             grad: Gradient of rank 0; overwritten by a compressor that sends everything.
+            out: Where the mean goes, as the hook gives the bucket's own buffer.
         """
         spans = []
-        rounds = self.compressor.rounds(grad, self.at)
+        rounds = self.compressor.rounds(grad, replace(self.at, out=out))
         begun = time.perf_counter()
         try:
             request = next(rounds)

@@ -74,10 +74,10 @@ def _rotations(rows: Sequence[Row]) -> Iterator[tuple[str, str, float, bool]]:
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield one verdict for every compressor: its hungriest member."""
+    """Yield one verdict for every compressor: the hungriest member of its ladder."""
     worst: dict[str, Row] = {}
     for row in rows:
-        if row["kind"] == "memory" and row["compressor"]:
+        if row["kind"] == "memory" and row["ladder"]:
             known = worst.get(row["compressor"])
             if known is None or row["peak_extra_buckets"] > known["peak_extra_buckets"]:
                 worst[row["compressor"]] = row

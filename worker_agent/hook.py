@@ -321,6 +321,8 @@ class Pipeline:
             divide=work.divide,
             feedback=work.given.feedback,
             memory=self.memories.recall(work.slot.key, work.given.owner),
+            # Its gradient has been added to the residual by then.
+            out=work.buffer if work.given.feedback else None,
         )
 
     # --- steps ---------------------------------------------------------------------------------

@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradpilot.worker_agent.compressors._precision import precise_dtype
-from gradpilot.worker_agent.compressors.base import Sparse
-
 
 def gradients(
     n: int, world_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
@@ -25,17 +22,6 @@ def gradients(
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, so that NaN equals NaN."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def sent_vector(sent: Tensor | Sparse | None, corrected: Tensor) -> Tensor:
-    """Return what was sent as a dense vector, float32 or better."""
-    precise = precise_dtype(corrected)
-    if sent is None:
-        return corrected.to(precise)
-    if isinstance(sent, Sparse):
-        dense = torch.zeros_like(corrected, dtype=precise)
-        return dense.index_copy_(0, sent.indices, sent.values.to(precise))
-    return sent.to(precise)
 
 
 def relative_error(estimate: Tensor, truth: Tensor) -> float:

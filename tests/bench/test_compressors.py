@@ -78,7 +78,7 @@ def test_a_replay_is_rank_0_of_the_second_step(name: str) -> None:
         memories = step.memories
     rehearsal = rehearse(compressor, grads, shapes)
     for _ in range(2):  # a replay leaves no trace
-        estimate, compress, decompress = rehearsal.run(grads[0].clone())
+        estimate, compress, decompress = rehearsal.run(grads[0].clone(), torch.empty(2000))
         assert torch.equal(estimate.mean, step.mean)
         assert compress > 0.0
         assert decompress > 0.0
@@ -139,6 +139,11 @@ def timed(compressor: str, compress: float, decompress: float = 0.0, **fields: A
     return {**row, "compress_ms": compress, "decompress_ms": decompress, **fields}
 
 
+def held(what: str, buckets: float, *, ladder: bool = True) -> dict[str, Any]:
+    row = {"kind": "memory", "what": what, "peak_extra_buckets": buckets, "ladder": ladder}
+    return {**row, "compressor": what[0]}
+
+
 def test_verdicts_by_hand() -> None:
     rows = [
         timed("", 2.0, what=_baselines.COPY),
@@ -155,10 +160,11 @@ def test_verdicts_by_hand() -> None:
         timed("thc", 30.0, 30.0, settings=["bits=4", "stages=31"]),
         timed("thc", 10.0, 9.0, settings=["bits=4", "stages=10"]),
         timed("thc", 1.0, 1.0, settings=["bits=8", "stages=10"]),
-        {"kind": "memory", "what": "a", "compressor": "a", "peak_extra_buckets": 1.0},
-        {"kind": "memory", "what": "a 2", "compressor": "a", "peak_extra_buckets": 2.01},
-        {"kind": "memory", "what": "b", "compressor": "b", "peak_extra_buckets": 2.0},
-        {"kind": "memory", "what": "copy", "compressor": "", "peak_extra_buckets": 9.0},
+        held("a", 1.0),
+        held("a 2", 2.01),
+        held("b", 2.0),
+        held("b aside", 7.0, ladder=False),
+        held("copy", 9.0, ladder=False),
     ]
     found = [(v["name"].split(",")[0], v["measured"], v["holds"]) for v in verdicts(rows)]
     assert found == [

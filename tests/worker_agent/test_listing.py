@@ -54,7 +54,7 @@ class Odd(Compressor):
 
     name: ClassVar[str] = "odd"
     source: ClassVar[str] = "nowhere"
-    estimator: ClassVar[str] = "biased"
+    estimator = "biased"
     exchange = "all_gather"
     needs_matrices: ClassVar[bool] = True
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradpilot.protos.messages import ENERGY_RATIOS, MAGNITUDE_BINS, MAGNITUDE_LOW
-from gradpilot.worker_agent.compressors.base import Sparse
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 
 

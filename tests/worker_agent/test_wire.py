@@ -17,7 +17,8 @@ from gradpilot.worker_agent.collectives.base import (
 from gradpilot.worker_agent.collectives.gather import gather_unequal
 from gradpilot.worker_agent.collectives.reduction import MAX
 from gradpilot.worker_agent.collectives.skipping import omitted_parts, schedule_for
-from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse, create
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, create
+from gradpilot.worker_agent.compressors.sent import dense_sent
 from gradpilot.worker_agent.peers import run_steps
 from gradpilot.worker_agent.testing import same_bits
 from gradpilot.worker_agent.testing_collectives import SATURATING, whole_numbers
@@ -45,10 +46,7 @@ def _at(rank: int, world_size: int, step: int, *, feedback: bool = True) -> At:
 
 
 def _plain(estimate: Estimate) -> list[torch.Tensor]:
-    sent = estimate.sent
-    if isinstance(sent, Sparse):
-        return [estimate.mean, sent.indices, sent.values]
-    return [estimate.mean] if sent is None else [estimate.mean, sent]
+    return [estimate.mean, dense_sent(estimate.sent, estimate.mean)]
 
 
 def _real(rank: int) -> list[list[torch.Tensor]]:

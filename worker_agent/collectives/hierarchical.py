@@ -82,7 +82,8 @@ class Hierarchical(Compressor):
         precise = precise_dtype(grad)
         total = yield AllReduce(grad.to(precise) * weight, skippable=False, scope="node")
 
-        there = replace(at, rank=node, world_size=nodes.count, divide=False)
+        out = at.out if grad.dtype == precise else None
+        there = replace(at, rank=node, world_size=nodes.count, divide=False, out=out)
         rounds = self.inner.rounds(total, there)
         try:
             request = next(rounds)
@@ -92,7 +93,9 @@ class Hierarchical(Compressor):
         except StopIteration as stop:
             estimate: Estimate = stop.value
 
-        mean = estimate.mean.to(grad.dtype)
+        mean = estimate.mean
+        if mean is not at.out:
+            mean = at.room(grad).copy_(mean)
         if self.inner.lossless or not at.feedback:
             return Estimate(mean, None)
         # What the node did not send, divided among its m ranks so that the weights give it back.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradpilot.worker_agent.compressors._sixteen_bit import sixteen_bit_rounds
-from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 from gradpilot.worker_agent.compressors.none import dense_rounds
+from gradpilot.worker_agent.compressors.sent import Sparse, dense_sent
 from gradpilot.worker_agent.compressors.settings import choice
 
 _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,10 +52,6 @@ def places_rounds(grad: Tensor, indices: Tensor, at: At, wire: str = "fp32") -> 
         wire: See ``wire_format``.
     """
     values = grad.index_select(0, indices)
-    part = yield from values_rounds(values, at, wire)
-    if not at.feedback:
-        return Estimate(grad.zero_().index_copy_(0, indices, part.mean), None)
-    sent = values if part.sent is None else part.sent
-    assert isinstance(sent, Tensor)
-    mean = torch.zeros_like(grad).index_copy_(0, indices, part.mean)
-    return Estimate(mean, Sparse(indices, sent))
+    part = yield from values_rounds(values, at.within(), wire)
+    mean = at.room(grad).zero_().index_copy_(0, indices, part.mean)
+    return Estimate(mean, Sparse(indices, dense_sent(part.sent, values)) if at.feedback else None)

@@ -14,8 +14,9 @@ Letters: N world size, n elements of the bucket.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from gradpilot.worker_agent.collectives.base import AllGather, slice_bounds
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.compressors.sent import Pieces
 
 PARTS = 8
 """Parts in which a vector is worked through; any width cuts into these."""
@@ -173,13 +175,14 @@ class Decode(Protocol):
         """
 
 
-def decoded(layout: Layout, message: Tensor, decode: Decode) -> Tensor:
-    """Return what a message stands for, n elements."""
-    vector = torch.empty(layout.n, dtype=layout.dtype, device=message.device)
+def decoded(layout: Layout, message: Tensor, decode: Decode) -> Iterator[tuple[slice, Tensor]]:
+    """Yield what a message stands for part by part; a part is valid until the next one."""
     scalars, packed = layout.scalars_of(message), layout.codes_of(message)
+    scratch = layout.scratch(message.device)
     for part in layout.parts:
-        decode(get_codes(packed, part), scalars, vector[part.elements], part.elements.start)
-    return vector
+        room = scratch[: part.length]
+        decode(get_codes(packed, part), scalars, room, part.elements.start)
+        yield part.elements, room
 
 
 def gathered_codes(layout: Layout, message: Tensor, decode: Decode, grad: Tensor, at: At) -> Rounds:
@@ -195,31 +198,36 @@ def gathered_codes(layout: Layout, message: Tensor, decode: Decode, grad: Tensor
         at: Where this takes place.
     """
     gathered = yield AllGather(message)
-    mean = mean_of(layout, gathered, decode, grad, at)
-    return Estimate(mean, decoded(layout, message, decode) if at.feedback else None)
+    mean = mean_of(layout, gathered, decode, at.room(grad), at.world_size)
+    sent = Pieces(partial(decoded, layout, message, decode)) if at.feedback else None
+    return Estimate(mean, sent)
 
 
-def mean_of(layout: Layout, gathered: Tensor, decode: Decode, grad: Tensor, at: At) -> Tensor:
-    """Return the mean of what N messages stand for, in the dtype of the gradient.
+def mean_of(layout: Layout, gathered: Tensor, decode: Decode, out: Tensor, ranks: int) -> Tensor:
+    """Write the mean of what N messages stand for to ``out`` and return that.
 
-    Adds up part by part and rank by rank, so no more than an eighth of a bucket is held decoded
-    beside the mean. The mean takes the gradient's storage where that is no longer needed.
+    Adds up part by part and rank by rank, so no more than two eighths of a bucket are held decoded
+    beside the mean.
 
     Args:
         layout: Of each message.
         gathered: Messages of all ranks, ``(N, bytes)``.
         decode: What a message stands for.
-        grad: The gradient; overwritten if ``at.feedback`` is False.
-        at: Where this takes place.
+        out: n elements of any float dtype; the sum is made in the dtype of the layout.
+        ranks: Ranks N.
     """
-    in_place = grad.dtype == layout.dtype and not at.feedback
-    mean = grad.zero_() if in_place else torch.zeros_like(grad, dtype=layout.dtype)
-    scratch = layout.scratch(grad.device)
-    shares = layout.scalars_of(gathered) / at.world_size
+    scratch, sums = layout.scratch(out.device), layout.scratch(out.device)
+    shares = layout.scalars_of(gathered) / ranks
     packed = layout.codes_of(gathered)
     for part in layout.parts:
-        total, room = mean[part.elements], scratch[: part.length]
-        for rank in range(at.world_size):
+        # Straight into the mean where that adds up at the same precision.
+        into = out[part.elements]
+        total = into if out.dtype == layout.dtype else sums[: part.length]
+        for rank in range(ranks):
+            room = scratch[: part.length] if rank else total
             decode(get_codes(packed[rank], part), shares[rank], room, part.elements.start)
-            total.add_(room)
-    return mean.to(grad.dtype)
+            if rank:
+                total.add_(room)
+        if total is not into:
+            into.copy_(total)
+    return out

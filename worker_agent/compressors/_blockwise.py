@@ -5,8 +5,12 @@ Letters: n elements of the vector, B elements of a block; the last block may be 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from gradpilot.worker_agent.compressors.sent import cut_length, cuts
 
 
 def block_count(n: int, block: int) -> int:
@@ -29,6 +33,14 @@ def peaks(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
             # Two reductions read memory twice, but a copy of magnitudes would have to be written.
             found.append(torch.maximum(rows.amax(1), rows.amin(1).neg_()).to(dtype))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def scaled(codes: Tensor, factors: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield codes times the factors of their blocks, piece by piece; see ``times_blocks``."""
+    scratch = factors.new_empty(cut_length(codes.numel(), codes.device))
+    for cut in cuts(codes.numel(), codes.device):
+        room = scratch[: cut.stop - cut.start]
+        yield cut, times_blocks(codes[cut], factors, block, cut.start, room)
 
 
 def times_blocks(x: Tensor, factors: Tensor, block: int, start: int, out: Tensor) -> Tensor:

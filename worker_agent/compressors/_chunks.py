@@ -9,15 +9,17 @@ Letters: n elements of the bucket, C elements of a chunk, J chosen chunks.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradpilot.worker_agent.compressors._agreed import values_rounds
-from gradpilot.worker_agent.compressors._precision import precise_dtype
+from gradpilot.worker_agent.compressors._precision import precise_dtype, squared_norm
 from gradpilot.worker_agent.compressors._select import largest
-from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, Sparse
+from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
+from gradpilot.worker_agent.compressors.sent import Sent, dense_sent
 
 
 def chunk_count(n: int, size: int) -> int:
@@ -58,8 +60,8 @@ def leading(scores: Tensor, count: int) -> Tensor:
 class Chosen:
     """J of the chunks of a vector, not all of them.
 
-    The padding of a short last chunk takes the place of elements of a chunk that was not chosen, so
-    that every element of a payload has an index of its own; its value is zero.
+    A short last chunk lies in no row of whole chunks. If it is chosen, zeros go to a row that was
+    not, and its elements are treated apart, so that no number has to be known on the host.
 
     Args:
         n: Elements of the vector.
@@ -92,30 +94,55 @@ class Chosen:
 
     def scatter_(self, values: Tensor, out: Tensor) -> Tensor:
         """Write J C values into the chosen chunks of ``out``, which is zero, and return it."""
-        rows, into = values.view(-1, self._size), self._view(out)
-        if not self._tail:
-            into.index_copy_(0, self._rows, rows)
-            return out
-        last = rows[-1:]
-        zero = torch.zeros_like(last)
-        into.index_copy_(0, self._rows[:-1], rows[:-1])
-        into.index_copy_(0, self._rows[-1:], torch.where(self._short, zero, last))
-        out[-self._tail :] = torch.where(self._short, last, zero)[0, : self._tail]
+        into = self._view(out)
+        for numbers, rows in self._rows_of(values):
+            into.index_copy_(0, numbers, rows)
+        if self._tail:
+            out[-self._tail :] = self._short_of(values)
         return out
 
-    @cached_property
-    def indices(self) -> Tensor:
-        """Return the index of every element of a payload, unique, int64."""
-        within = torch.arange(self._size, device=self._rows.device)
-        indices = (self._rows[:, None] * self._size + within).view(-1)
+    def subtract_(self, values: Tensor, out: Tensor) -> Tensor:
+        """Subtract J C values, of the same dtype, from the chosen chunks of ``out``; return it."""
+        into = self._view(out)
+        for numbers, rows in self._rows_of(values):
+            into.index_add_(0, numbers, rows, alpha=-1)
         if self._tail:
-            part = indices[-self._size :][: self._tail]
-            tail = within[: self._tail] + self._full * self._size
-            part.copy_(torch.where(self._short, tail, part))
-        return indices
+            out[-self._tail :].sub_(self._short_of(values))
+        return out
+
+    def _rows_of(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield row numbers and their values, zeros for the row in the short chunk's place."""
+        rows = values.view(-1, self._size)
+        if not self._tail:
+            yield self._rows, rows
+            return
+        last = rows[-1:]
+        yield self._rows[:-1], rows[:-1]
+        yield self._rows[-1:], torch.where(self._short, torch.zeros_like(last), last)
+
+    def _short_of(self, values: Tensor) -> Tensor:
+        """Return the elements of the short last chunk, zeros if it was not chosen."""
+        last = values[-self._size :][: self._tail]
+        return torch.where(self._short, last, torch.zeros_like(last))
 
     def _view(self, vector: Tensor) -> Tensor:
         return vector[: self._full * self._size].view(self._full, self._size)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(Sent):
+    """A vector that is zero but for the values of chosen chunks."""
+
+    chosen: Chosen
+    values: Tensor
+
+    def subtract_from_(self, vector: Tensor) -> Tensor:
+        """See ``Sent``."""
+        return self.chosen.subtract_(self.values.to(vector.dtype), vector)
+
+    def squared_norm(self) -> float:
+        """See ``Sent``."""
+        return squared_norm(self.values)
 
 
 def chosen_rounds(grad: Tensor, chosen: Chosen, at: At, wire: str) -> Rounds:
@@ -128,10 +155,8 @@ def chosen_rounds(grad: Tensor, chosen: Chosen, at: At, wire: str) -> Rounds:
         wire: See ``_agreed.wire_format``.
     """
     values = chosen.gather(grad)
-    part = yield from values_rounds(values, at, wire)
+    part = yield from values_rounds(values, at.within(), wire)
+    mean = chosen.scatter_(part.mean, at.room(grad).zero_())
     if not at.feedback:
-        return Estimate(chosen.scatter_(part.mean, grad.zero_()), None)
-    sent = values if part.sent is None else part.sent
-    assert isinstance(sent, Tensor)
-    mean = chosen.scatter_(part.mean, torch.zeros_like(grad))
-    return Estimate(mean, Sparse(chosen.indices, sent))
+        return Estimate(mean, None)
+    return Estimate(mean, Chunks(chosen, dense_sent(part.sent, values)))

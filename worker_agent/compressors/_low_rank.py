@@ -78,10 +78,31 @@ class Group:
             side: Side of ``factor``.
             out: 1-D bucket; elements beside these matrices are left alone.
         """
-        short, long = (factor, coordinates) if side == SHORT else (coordinates, factor)
-        left, right = (short, long) if self.rows <= self.columns else (long, short)
+        left, right = self._sides(factor, coordinates, side)
         for number, start in enumerate(self.starts):
             _outer_(left[number].T, right[number], self._matrix(out, start))
+
+    def pieces(
+        self, factor: Tensor, coordinates: Tensor, side: str
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield where in the bucket a few rows lie, and their elements, valid until the next.
+
+        See ``compose_``, which is faster where a whole bucket is wanted.
+        """
+        left, right = self._sides(factor, coordinates, side)
+        step = max(1, _BLOCK_ELEMENTS // self.columns) if left.device.type == "cpu" else self.rows
+        scratch = left.new_empty(min(step, self.rows), self.columns)
+        for number, start in enumerate(self.starts):
+            for first in range(0, self.rows, step):
+                part = left[number, :, first : first + step].T
+                rows = torch.mm(part, right[number], out=scratch[: len(part)])
+                at = start + first * self.columns
+                yield slice(at, at + rows.numel()), rows.view(-1)
+
+    def _sides(self, factor: Tensor, coordinates: Tensor, side: str) -> tuple[Tensor, Tensor]:
+        """Return the factors of rows and of columns."""
+        short, long = (factor, coordinates) if side == SHORT else (coordinates, factor)
+        return (short, long) if self.rows <= self.columns else (long, short)
 
     def _matrix(self, bucket: Tensor, start: int) -> Tensor:
         return bucket[start : start + self.rows * self.columns].view(self.rows, self.columns)
@@ -125,12 +146,12 @@ class Layout:
             flat[start:stop] = bucket[part]
             start = stop
 
-    def unpack_vectors_(self, flat: Tensor, bucket: Tensor) -> None:
-        """Copy what is not compressed from a flat tensor into a bucket."""
+    def vector_pieces(self, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield where in a bucket a piece of what is not compressed lies, and its elements."""
         start = 0
         for part in self.vectors:
             stop = start + part.stop - part.start
-            bucket[part] = flat[start:stop]
+            yield part, flat[start:stop]
             start = stop
 
 

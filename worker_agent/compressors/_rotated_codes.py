@@ -6,6 +6,7 @@ Letters: n elements of the bucket, L largest level.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -114,18 +115,17 @@ class Coder:
                 into.copy_(z)
         return payload
 
-    def decode(self, payload: Tensor, ranks: int, out: Tensor) -> Tensor:
-        """Write a payload's gradient, divided by ``ranks``, to ``out`` and return it."""
-        size, factors = self._blocks.size, self._to_values / ranks
+    def decode(self, payload: Tensor, ranks: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield a payload's gradient over ``ranks``, part by part; each is valid until the next."""
+        n, size, factors = self._blocks.n, self._blocks.size, self._to_values / ranks
         for start in range(0, size, self._part):
-            into = out[start : start + self._part]
             z = self._scratch[: min(self._part, size - start)]
             codes = self._bytes(payload, start, z.numel())
             if self._packed:
                 codes = unpack_nibbles(codes, out=self._codes[: z.numel()])
             self._rotation.turn_back_(z.copy_(codes))
-            into.copy_(self._scale_(z, factors, start)[: into.numel()])
-        return out
+            part = slice(start, min(start + z.numel(), n))
+            yield part, self._scale_(z, factors, start)[: part.stop - start]
 
     def _bytes(self, payload: Tensor, start: int, count: int) -> Tensor:
         """Return the bytes of ``count`` codes from ``start`` on."""

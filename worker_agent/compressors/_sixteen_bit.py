@@ -5,6 +5,9 @@ Letters: N world size, c element of the corrected gradient, p its payload, s wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds
 from gradpilot.worker_agent.compressors.none import dense_rounds
+from gradpilot.worker_agent.compressors.sent import Pieces, cut_length, cuts
 
 
 def largest_part(wire: torch.dtype, world_size: int) -> float:
@@ -40,22 +44,32 @@ def sixteen_bit_rounds(grad: Tensor, at: At, wire: torch.dtype) -> Rounds:
     if grad.dtype == wire:
         return (yield from dense_rounds(grad, at))
 
-    precise = precise_dtype(grad)
-    if grad.dtype != precise:
-        part = grad.to(precise).div_(at.world_size)
-    elif at.feedback:
-        part = grad.div(at.world_size)
-    else:
-        part = grad.div_(at.world_size)
     limit = largest_part(wire, at.world_size)
-    request = AllReduce(part.clamp_(-limit, limit).to(wire))
-    # Before the request: its payload is consumed. Reuses the buffer of the quotient.
-    sent = part.copy_(request.payload).mul_(at.world_size) if at.feedback else None
+    payload = torch.empty_like(grad, dtype=wire)
+    scratch = _scratch(grad)
+    for cut in cuts(grad.numel(), grad.device):
+        part = scratch[: cut.stop - cut.start].copy_(grad[cut])
+        payload[cut] = part.div_(at.world_size).clamp_(-limit, limit)
+    # Before the request, which consumes its payload.
+    own = payload.clone() if at.feedback else None
+    request = AllReduce(payload)
 
     total = yield request
 
-    if sent is None:
-        return Estimate(grad.copy_(total), None)
+    mean = at.room(grad).copy_(total)
+    if own is None:
+        return Estimate(mean, None)
     for omitted in request.omitted:
-        sent[omitted].zero_()
-    return Estimate(total.to(grad.dtype), sent)
+        own[omitted].zero_()
+    return Estimate(mean, Pieces(partial(_decoded, own, at.world_size, scratch)))
+
+
+def _scratch(grad: Tensor) -> Tensor:
+    """Return room for the longest cut of a gradient, at fp32 or better."""
+    return grad.new_empty(cut_length(grad.numel(), grad.device), dtype=precise_dtype(grad))
+
+
+def _decoded(own: Tensor, ranks: int, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield a payload times N, piece by piece."""
+    for cut in cuts(own.numel(), own.device):
+        yield cut, scratch[: cut.stop - cut.start].copy_(own[cut]).mul_(ranks)

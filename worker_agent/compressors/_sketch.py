@@ -25,6 +25,9 @@ from torch import Tensor
 
 # Elements worked on at a time, 2 MB of fp32: scratch that stays in the cache.
 _GROUP_ELEMENTS = 1 << 19
+# Columns from which on a rotated block is dealt with as two slices, without a copy: so long that
+# the calls for each block cost nothing beside it. Shorter blocks are rotated many at a time.
+_LONG = 1 << 17
 
 
 class CountSketch:
@@ -48,11 +51,16 @@ class CountSketch:
         offsets = torch.randint(columns, shape, generator=generator)
         signs = torch.randint(2, shape, generator=generator).mul_(2).sub_(1).float()
         self._offsets = offsets.to(device)
+        if columns >= _LONG:
+            self._on_host = list(zip(offsets.tolist(), signs.int().tolist(), strict=True))
         self._signs = signs.to(device)
 
     def sketch(self, x: Tensor) -> Tensor:
         """Return the sketch of a vector, ``(R, W)`` fp32."""
         total = torch.zeros(self.rows, self.columns, device=x.device)
+        if self.columns >= _LONG:
+            self._add_long(x, total)
+            return total
         for part, blocks in self._groups():
             # Twice in a row, so that a rotated block is W contiguous elements.
             values = self._blocks(x[part])
@@ -63,9 +71,16 @@ class CountSketch:
                 total[row] += rotated.mul_(self._signs[row, blocks, None]).sum(0)
         return total
 
-    def estimate(self, sketch: Tensor) -> Tensor:
-        """Return the vector that a sketch stands for, n elements fp32, by median of rows."""
-        out = torch.empty(self.n, device=sketch.device)
+    def estimate(self, sketch: Tensor, out: Tensor) -> Tensor:
+        """Write the vector that a sketch stands for, by median of rows, to ``out`` and return it.
+
+        Args:
+            sketch: ``(R, W)`` fp32.
+            out: n elements fp32.
+        """
+        if self.columns >= _LONG:
+            self._read_long(sketch, out)
+            return out
         windows = [torch.cat([row, row]).unfold(0, self.columns, 1) for row in sketch]
         for part, blocks in self._groups():
             # Rotated back: column c of block p lies at c - offset.
@@ -76,6 +91,32 @@ class CountSketch:
             ]
             out[part] = median(guesses).view(-1)[: part.stop - part.start]
         return out
+
+    def _add_long(self, x: Tensor, total: Tensor) -> None:
+        """Add a vector to a sketch block by block."""
+        for block, start in enumerate(range(0, self.n, self.columns)):
+            values = x[start : start + self.columns].float()
+            for row, (offsets, signs) in zip(total, self._on_host, strict=True):
+                # Column c goes to c - offset; those below it come out at the far end.
+                split = min(offsets[block], len(values))
+                far = self.columns - offsets[block]
+                row[far : far + split].add_(values[:split], alpha=signs[block])
+                row[: len(values) - split].add_(values[split:], alpha=signs[block])
+
+    def _read_long(self, sketch: Tensor, out: Tensor) -> None:
+        """Read a vector from a sketch, a piece of a block at a time."""
+        for block, start in enumerate(range(0, self.n, self.columns)):
+            length = min(self.columns, self.n - start)
+            for first in range(0, length, _GROUP_ELEMENTS):
+                stop = min(first + _GROUP_ELEMENTS, length)
+                guesses = []
+                for row, (offsets, signs) in zip(sketch, self._on_host, strict=True):
+                    offset = offsets[block]
+                    split = min(max(offset, first), stop)
+                    far = self.columns - offset
+                    parts = (row[far + first : far + split], row[split - offset : stop - offset])
+                    guesses.append(torch.cat(parts).mul_(signs[block]))
+                out[start + first : start + stop] = median(guesses)
 
     def _groups(self) -> Iterator[tuple[slice, slice]]:
         """Yield elements and blocks to work on at a time."""

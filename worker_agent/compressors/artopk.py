@@ -27,8 +27,8 @@ from gradpilot.worker_agent.compressors.base import (
     Compressor,
     Estimate,
     Rounds,
-    Sparse,
 )
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.compressors.settings import SPARSE_RATIOS, choice, kept_fraction
 
 
@@ -114,12 +114,11 @@ class ArTopK(Compressor):
         request = AllReduce(values / at.world_size)
         averaged = yield request
 
+        mean = at.room(grad).zero_().index_copy_(0, indices, averaged)
         if not at.feedback:
-            mean = grad.zero_().index_copy_(0, indices, averaged)
             return Estimate(mean, None, memory=memory)
         for part in request.omitted:
             values[part].zero_()
-        mean = torch.zeros_like(grad).index_copy_(0, indices, averaged)
         return Estimate(mean, Sparse(indices, values), memory=memory)
 
 

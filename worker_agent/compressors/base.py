@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -19,6 +19,7 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, Setting, WireRound
 from gradpilot.registry import Registry
 from gradpilot.worker_agent.collectives.base import Collective, carriers
+from gradpilot.worker_agent.compressors.sent import Sent
 from gradpilot.worker_agent.compressors.settings import Bounds, bounds_of, check_bounds, write
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
@@ -45,6 +46,7 @@ class At:
             ``grad`` and may leave ``Estimate.sent`` None.
         memory: ``Estimate.memory`` of the last step of this bucket that took effect; empty if there
             was none under this compressor and these settings. Not to be changed in place.
+        out: Where the mean goes, see ``room``; None for a new tensor.
     """
 
     rank: int
@@ -56,6 +58,24 @@ class At:
     divide: bool = False
     feedback: bool = True
     memory: Mapping[str, Tensor] = field(default_factory=lambda: NOTHING)
+    out: Tensor | None = None
+
+    def room(self, grad: Tensor) -> Tensor:
+        """Return the tensor that the mean has to be left in; its contents are undefined.
+
+        With ``feedback`` it shares no memory with ``grad``: the caller's ``out``, which spares a
+        bucket of fresh memory, or a new one. Without, it is ``grad`` itself.
+
+        Args:
+            grad: The gradient that ``rounds`` got.
+        """
+        if not self.feedback:
+            return grad
+        return torch.empty_like(grad) if self.out is None else self.out
+
+    def within(self) -> At:
+        """Return the same place for rounds over a part of the bucket, whose mean goes elsewhere."""
+        return self if self.out is None else replace(self, out=None)
 
     def random(self, what: str, *, own: bool = False) -> int:
         """Return 63 random bits that are replayable and equal on all ranks, unless ``own``.
@@ -78,22 +98,14 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
-    """A vector of ``n`` elements that is zero but for ``values`` at unique ``indices`` (int64)."""
-
-    indices: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """What the rounds of one bucket end with.
 
     Attributes:
         mean: Estimate of the mean gradient over ranks, n elements in the dtype of the gradient,
-            bit-identical on all ranks.
-        sent: This rank's part in it, so that ``residual = corrected + carried - sent``: dense (any
-            float dtype), ``Sparse``, or None for "all of it".
+            bit-identical on all ranks; left in ``At.room``.
+        sent: This rank's part in it, so that ``residual = corrected + carried - sent``: a ``Sent``,
+            a dense tensor of any float dtype, or None for "all of it".
         carried: Dense vector that the compressor itself added to the corrected gradient before it
             chose what to send (momentum of DGC); None for nothing.
         memory: What the compressor wants to find in ``At.memory`` in the bucket's next step. Fresh
@@ -102,7 +114,7 @@ class Estimate:
     """
 
     mean: Tensor
-    sent: Tensor | Sparse | None
+    sent: Tensor | Sent | None
     carried: Tensor | None = None
     memory: Mapping[str, Tensor] = field(default_factory=lambda: NOTHING)
 
@@ -124,11 +136,12 @@ class Compressor(ABC):
         estimator: What a rank's sent part, as decoded, is to its corrected gradient: ``exact`` (all
             of it), ``unbiased`` (equal in expectation over seeds), ``contractive`` (the rest has at
             most the norm of the whole, so that error feedback cannot blow up by itself) or
-            ``biased``.
+            ``biased``. May depend on settings.
         exchange: Which collective carries the gradient values: ``all_reduce``, ``all_gather`` or
             ``all_to_all``. May be a field.
-        fixed_wire: Whether rounds and bytes depend on sizes alone. If not, ``wire`` states what to
-            expect, the sizes that ranks select are exchanged first, and the host waits for them.
+        fixed_wire: Whether rounds and bytes depend on sizes alone; may depend on settings. If not,
+            ``wire`` states what to expect, the sizes that ranks select are exchanged first, and the
+            host waits for them.
         needs_matrices: Whether it works on ``At.shapes``; vectors go uncompressed.
         reduce_scatter: Whether its payload is elementwise, so that a reduce-scatter could carry it.
         lossless: Whether everything is always sent, so that no residual can arise. If it is also
@@ -144,8 +157,6 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
-    estimator: ClassVar[str] = "contractive"
-    fixed_wire: ClassVar[bool] = True
     needs_matrices: ClassVar[bool] = False
     reduce_scatter: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
@@ -189,6 +200,16 @@ class Compressor(ABC):
     def ratio(self) -> float:
         """Return the kept fraction of elements, (0, 1]."""
         return 1.0
+
+    @property
+    def estimator(self) -> str:
+        """Return what the sent part is to the whole, one of ``ESTIMATORS``."""
+        return "contractive"
+
+    @property
+    def fixed_wire(self) -> bool:
+        """Return whether rounds and bytes depend on sizes alone."""
+        return True
 
     @property
     def exchange(self) -> str:
@@ -289,7 +310,4 @@ def leave_residual_(corrected: Tensor, estimate: Estimate) -> Tensor:
         return corrected.zero_()
     if estimate.carried is not None:
         corrected.add_(estimate.carried)
-    if isinstance(sent, Sparse):
-        values = sent.values.to(corrected.dtype)
-        return corrected.index_add_(0, sent.indices, values, alpha=-1)
-    return corrected.sub_(sent)
+    return sent.subtract_from_(corrected) if isinstance(sent, Sent) else corrected.sub_(sent)

@@ -77,7 +77,7 @@ class ChunkUnion(Compressor):
     source: ClassVar[str] = (
         "Fei et al., OmniReduce, SIGCOMM 2021, in the form of DynamiQ's baseline"
     )
-    fixed_wire: ClassVar[bool] = False
+    fixed_wire = False
     gain_model: ClassVar[str] = "energy"
     gain_factor: ClassVar[float] = 0.4
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -92,8 +92,11 @@ class CountSketchTopK(Compressor):
         shape = CountSketch(n, self.rows, columns, at.generator("countsketch"), grad.device)
         total = yield AllReduce(shape.sketch(grad).view(-1), skippable=False)
 
-        indices = largest(shape.estimate(total.view(self.rows, columns)), k)
-        return (yield from places_rounds(grad, indices, at))
+        # The mean's place is free until there is a mean.
+        free = at.feedback and grad.dtype == torch.float32
+        room = at.room(grad) if free else torch.empty_like(grad, dtype=torch.float32)
+        indices = largest(shape.estimate(total.view(self.rows, columns), room), k)
+        return (yield from places_rounds(grad, indices, replace(at, out=room) if free else at))
 
     def _sizes(self, n: int) -> tuple[int, int]:
         """Return how many elements are kept, and columns of a sketch; k = n needs no sketch."""

@@ -60,7 +60,7 @@ class Dgc(Compressor):
     name: ClassVar[str] = "dgc"
     source: ClassVar[str] = "Lin et al. 2018 (DGC); selection as in the authors' code"
     exchange = "all_gather"
-    fixed_wire: ClassVar[bool] = False
+    fixed_wire = False
     gain_model: ClassVar[str] = "energy"
 
     ratio: float = kept_fraction(0.01)
@@ -94,7 +94,9 @@ class Dgc(Compressor):
         indices = select(accumulated, k)
         if k < grad.numel():
             velocity.index_fill_(0, indices, 0.0)
-        estimate = yield from average_unequal(accumulated, indices, replace(at, feedback=True))
+        # Nothing reads the gradient any more.
+        there = replace(at, feedback=True, out=at.room(grad))
+        estimate = yield from average_unequal(accumulated, indices, there)
         residual = accumulated.index_fill_(0, indices, 0.0)
         memory = {"velocity": velocity, "residual": residual}
         return Estimate(estimate.mean, estimate.sent, carried, memory)

@@ -6,8 +6,9 @@ Letters: N world size, n elements of the bucket, B elements of a block, L larges
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,10 +19,16 @@ from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllGather, AllReduce, AllToAll
 from gradpilot.worker_agent.collectives.reduction import MAX
 from gradpilot.worker_agent.compressors._bits import Layout, decoded, gathered_codes, mean_of
-from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, times_blocks
+from gradpilot.worker_agent.compressors._blockwise import (
+    block_count,
+    peaks,
+    scaled,
+    times_blocks,
+)
 from gradpilot.worker_agent.compressors._dither import Dither
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
+from gradpilot.worker_agent.compressors.sent import Pieces, cut_length, cuts
 from gradpilot.worker_agent.compressors.settings import choice, whole
 
 _LARGEST_CODE = 127
@@ -29,8 +36,6 @@ _LARGEST_CODE = 127
 _LEAST_LEVELS = 3
 # Blocks below this peak are not sent but wait in the residual: 127 over it would overflow.
 _LEAST_PEAK = 1e-36
-# 512 KB of fp32, which stays in the cache.
-_PART = 1 << 17
 
 
 @COMPRESSORS.register("int8")
@@ -130,12 +135,9 @@ class Int8(Compressor):
         total = yield AllReduce(codes, skippable=False)
 
         scales = shared / levels
-        mean = torch.empty_like(grad) if at.feedback else grad
-        times_blocks(total, scales / at.world_size, self.block, 0, mean)
-        if kept is None:
-            return Estimate(mean, None)
-        sent = torch.empty_like(grad, dtype=scales.dtype)
-        return Estimate(mean, times_blocks(kept, scales, self.block, 0, sent))
+        mean = times_blocks(total, scales / at.world_size, self.block, 0, at.room(grad))
+        sent = None if kept is None else Pieces(partial(scaled, kept, scales, self.block))
+        return Estimate(mean, sent)
 
     def _gathered(self, grad: Tensor, at: At) -> Rounds:
         layout = self._layout(grad.numel(), precise_dtype(grad))
@@ -149,33 +151,43 @@ class Int8(Compressor):
         n, ranks = grad.numel(), at.world_size
         share = self._share(n, ranks)
         layout = self._layout(share, precise_dtype(grad))
-        cuts = [slice(min(r * share, n), min((r + 1) * share, n)) for r in range(ranks)]
+        spans = [slice(min(r * share, n), min((r + 1) * share, n)) for r in range(ranks)]
 
         # Part j to rank j. What pads a part has code and scale zero.
         messages = torch.zeros(ranks, layout.bytes, dtype=torch.uint8, device=grad.device)
         own = torch.split(peaks(grad, self.block, layout.dtype), layout.scalars)
         noise = self._noise(grad, at)
-        for cut, message, part in zip(cuts, messages, own, strict=False):
+        for cut, message, part in zip(spans, messages, own, strict=False):
             self._write(message, layout, grad[cut], part, noise, cut.start)
         received = yield AllToAll(messages.view(-1))
 
         # The mean of the own part, to all.
         room = torch.empty(share, dtype=layout.dtype, device=grad.device)
-        part = mean_of(layout, received, self._decode, room, at)
+        part = mean_of(layout, received, self._decode, room, ranks)
         message = layout.new(grad.device)
         second = self._noise(part, at, "second stage")
         self._write(message, layout, part, peaks(part, self.block, layout.dtype), second)
         received = yield AllGather(message)
 
-        mean = torch.empty_like(grad) if at.feedback else grad
-        self._read(received, layout, cuts, mean)
+        mean = self._read(received, layout, spans, at.room(grad))
         if not at.feedback:
             return Estimate(mean, None)
-        sent = self._read(messages, layout, cuts, torch.empty_like(grad, dtype=layout.dtype))
-        mine = sent[cuts[at.rank]]
-        lost = part.sub_(decoded(layout, message, self._decode))[: mine.numel()]
-        mine.sub_(lost, alpha=ranks)
+        for where, values in decoded(layout, message, self._decode):
+            part[where].sub_(values)
+        lost = part.mul_(ranks)
+        sent = Pieces(partial(self._two_stage_pieces, messages, layout, spans, lost, at.rank))
         return Estimate(mean, sent)
+
+    def _two_stage_pieces(
+        self, messages: Tensor, layout: Layout, spans: list[slice], lost: Tensor, rank: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what was sent piece by piece, the own part less what the second stage lost."""
+        for number, (message, cut) in enumerate(zip(messages, spans, strict=True)):
+            codes = layout.codes_of(message)[: cut.stop - cut.start].view(torch.int8)
+            for where, values in scaled(codes, layout.scalars_of(message), self.block):
+                if number == rank:
+                    values.sub_(lost[where])
+                yield slice(cut.start + where.start, cut.start + where.stop), values
 
     def _share(self, n: int, ranks: int) -> int:
         """Return the elements of one of N equal parts, in whole blocks."""
@@ -203,9 +215,9 @@ class Int8(Compressor):
         codes = layout.codes_of(message)[: x.numel()].view(torch.int8)
         self._encode(x, own, _LARGEST_CODE, codes, noise, start)
 
-    def _read(self, messages: Tensor, layout: Layout, cuts: list[slice], out: Tensor) -> Tensor:
+    def _read(self, messages: Tensor, layout: Layout, spans: list[slice], out: Tensor) -> Tensor:
         """Write what the messages of all parts stand for to ``out`` and return it."""
-        for message, cut in zip(messages, cuts, strict=True):
+        for message, cut in zip(messages, spans, strict=True):
             into = out[cut]
             codes = layout.codes_of(message)[: into.numel()]
             self._decode(codes, layout.scalars_of(message), into, 0)
@@ -231,18 +243,16 @@ class Int8(Compressor):
             start: Where in the bucket the elements lie, for the noise.
         """
         factors = torch.where(largest > _LEAST_PEAK, levels / largest, 0.0)
-        # A device that runs kernels asynchronously is served best by few of them.
-        length = _PART if x.device.type == "cpu" else x.numel()
-        scratch = factors.new_empty(min(length, x.numel()))
-        for first in range(0, x.numel(), max(length, 1)):
-            own = x[first : first + length]
-            z = times_blocks(own, factors, self.block, first, scratch[: own.numel()])
+        scratch = factors.new_empty(cut_length(x.numel(), x.device))
+        for cut in cuts(x.numel(), x.device):
+            own = x[cut]
+            z = times_blocks(own, factors, self.block, cut.start, scratch[: own.numel()])
             if noise is None:
                 z.round_()
             else:
                 # A peak may exceed L by rounding.
-                noise.add_(z, start + first).floor_().clamp_(-levels, levels)
-            codes[first : first + length].copy_(z)
+                noise.add_(z, start + cut.start).floor_().clamp_(-levels, levels)
+            codes[cut].copy_(z)
 
     def _decode(self, codes: Tensor, scalars: Tensor, out: Tensor, start: int) -> None:
         times_blocks(codes.view(torch.int8), scalars, self.block, start, out)

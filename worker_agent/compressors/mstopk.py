@@ -68,9 +68,8 @@ class MsTopK(Compressor):
 
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Search the thresholds, take exactly k elements, gather them."""
-        place = at.random("window", own=True)
-        indices = select(grad, kept(grad.numel(), self.ratio), place)
-        return (yield from average_selected(grad, indices, at))
+        k, place = kept(grad.numel(), self.ratio), at.random("window", own=True)
+        return (yield from average_selected(grad, select(grad, k, place), at))
 
 
 def select(x: Tensor, k: int, place: int) -> Tensor:

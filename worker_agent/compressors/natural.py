@@ -51,7 +51,7 @@ class Natural(Compressor):
     source: ClassVar[str] = (
         "Horvath et al., Natural Compression for Distributed Deep Learning, 2019"
     )
-    estimator: ClassVar[str] = "unbiased"
+    estimator = "unbiased"
     exchange = "all_gather"
 
     @classmethod

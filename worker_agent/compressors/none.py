@@ -23,7 +23,7 @@ def dense_rounds(grad: Tensor, at: At) -> Rounds:
     Multiplies by 1/N (or divides, see ``At.divide``) and then sums, as DDP does without a hook, so
     that the bits agree with it.
     """
-    part = grad.clone() if at.feedback else grad
+    part = at.room(grad).copy_(grad) if at.feedback else grad
     request = AllReduce(part.div_(at.world_size) if at.divide else part.mul_(1.0 / at.world_size))
     mean = yield request
     sent = None
@@ -41,7 +41,7 @@ class NoCompression(Compressor):
 
     name: ClassVar[str] = "none"
     source: ClassVar[str] = "PyTorch DistributedDataParallel without a hook"
-    estimator: ClassVar[str] = "exact"
+    estimator = "exact"
     reduce_scatter: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
     single_round: ClassVar[bool] = True

@@ -10,8 +10,9 @@ longer side, r rank of the factors, B orthonormal basis of the subspace.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from gradpilot.worker_agent.compressors._orthogonal import orthonormal, unit_sca
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
 from gradpilot.worker_agent.compressors.none import dense_rounds
+from gradpilot.worker_agent.compressors.sent import Pieces, Sent
 from gradpilot.worker_agent.compressors.settings import choice, real, whole
 
 
@@ -56,14 +58,17 @@ class PowerSgd(Compressor):
 
     name: ClassVar[str] = "powersgd"
     source: ClassVar[str] = "Vogels et al., PowerSGD, NeurIPS 2019; half steps: epfml/powersgd"
-    # ``half`` alternates between the two factors; ``full`` is fixed.
-    fixed_wire: ClassVar[bool] = False
     needs_matrices: ClassVar[bool] = True
 
     rank: int = whole(4, 1, 64)
     step: str = choice("full", "half")
     orthogonalisation: str = choice("qr", "gram_schmidt")
     min_saving: float = real(2.0, 0.0, 1e9)
+
+    @property
+    def fixed_wire(self) -> bool:
+        """Return whether it is; ``half`` alternates between the two factors."""
+        return self.step == "full"
 
     @classmethod
     def ladder(cls) -> Sequence[PowerSgd]:
@@ -111,19 +116,22 @@ class PowerSgd(Compressor):
         request = AllReduce(own / at.world_size)
         averaged = yield request
 
-        sent = None
+        sent: Sent | None = None
         if at.feedback:
             for part in request.omitted:
                 own[part].zero_()
-            sent = _compose(layout, basis, own, side, torch.empty_like(precise))
-        out = torch.empty_like(precise) if at.feedback else precise
-        mean = _compose(layout, basis, averaged, side, out)
+            sent = Pieces(partial(_composed, layout, basis, own, side))
+        mean = at.room(grad)
+        out = mean if mean.dtype == precise.dtype else torch.empty_like(precise)
+        _compose(layout, basis, averaged, side, out)
+        if out is not mean:
+            mean.copy_(out)
         memory = {
             f"{across}.{position}": factor.clone()
             for group, factors in layout.factors(averaged, across)
             for position, factor in zip(group.positions, factors, strict=True)
         }
-        return Estimate(mean.to(grad.dtype), sent, memory=memory)
+        return Estimate(mean, sent, memory=memory)
 
     def _layout(self, n: int, shapes: Sequence[torch.Size]) -> Layout:
         share = 0.5 if self.step == "half" else 1.0
@@ -161,12 +169,20 @@ class PowerSgd(Compressor):
         ]
 
 
-def _compose(
-    layout: Layout, basis: Sequence[Tensor], flat: Tensor, side: str, out: Tensor
-) -> Tensor:
+def _compose(layout: Layout, basis: Sequence[Tensor], flat: Tensor, side: str, out: Tensor) -> None:
     """Write the bucket that a basis, its coordinates and the vectors describe into ``out``."""
     across = other(side)
     for (group, coordinates), factor in zip(layout.factors(flat, across), basis, strict=True):
         group.compose_(factor, coordinates, side, out)
-    layout.unpack_vectors_(flat[layout.elements(across) :], out)
-    return out
+    for part, values in layout.vector_pieces(flat[layout.elements(across) :]):
+        out[part] = values
+
+
+def _composed(
+    layout: Layout, basis: Sequence[Tensor], flat: Tensor, side: str
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield what ``_compose`` writes piece by piece, each valid until the next."""
+    across = other(side)
+    for (group, coordinates), factor in zip(layout.factors(flat, across), basis, strict=True):
+        yield from group.pieces(factor, coordinates, side)
+    yield from layout.vector_pieces(flat[layout.elements(across) :])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from gradpilot.worker_agent.compressors._bits import (
     parts,
     put_codes_,
 )
-from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, times_blocks
+from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, scaled, times_blocks
 from gradpilot.worker_agent.compressors._dither import Dither
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
@@ -32,6 +33,7 @@ from gradpilot.worker_agent.compressors.base import (
     Estimate,
     Rounds,
 )
+from gradpilot.worker_agent.compressors.sent import Pieces
 from gradpilot.worker_agent.compressors.settings import choice, whole
 
 _INT8_MAX = 127
@@ -62,7 +64,7 @@ class Qsgd(Compressor):
 
     name: ClassVar[str] = "qsgd"
     source: ClassVar[str] = "Alistarh et al., QSGD, NeurIPS 2017; here with error feedback"
-    estimator: ClassVar[str] = "unbiased"
+    estimator = "unbiased"
 
     levels: int = whole(127, 1, _INT8_MAX)
     span: int = whole(512, 16, 1 << 31)
@@ -138,22 +140,19 @@ class Qsgd(Compressor):
         dither = Dither(grad.numel(), at, dtype=norms.dtype, device=grad.device)
         cut = parts(grad.numel(), 8)
         codes = torch.empty_like(grad, dtype=torch.int8)
-        sent = torch.empty_like(grad, dtype=norms.dtype) if at.feedback else None
         scratch = norms.new_empty(cut[0].length)
         for part in cut:
-            room = scratch[: part.length] if sent is None else sent[part.elements]
-            self._round_(room.copy_(grad[part.elements]), steps, dither, part.elements.start)
+            room = scratch[: part.length].copy_(grad[part.elements])
+            self._round_(room, steps, dither, part.elements.start)
             codes[part.elements] = room
-            if sent is not None:
-                times_blocks(room, units, self.span, part.elements.start, room)
+        kept = codes.clone() if at.feedback else None
 
         # Codes of some ranks only would be divided by N, which integers cannot be.
         total = yield AllReduce(codes, skippable=False)
 
-        in_place = grad.dtype == norms.dtype and not at.feedback
-        mean = grad if in_place else torch.empty_like(grad, dtype=norms.dtype)
-        times_blocks(total, units / at.world_size, self.span, 0, mean)
-        return Estimate(mean.to(grad.dtype), sent)
+        mean = times_blocks(total, units / at.world_size, self.span, 0, at.room(grad))
+        sent = None if kept is None else Pieces(partial(scaled, kept, units, self.span))
+        return Estimate(mean, sent)
 
     def _spans(self, n: int) -> int:
         return block_count(n, self.span)

@@ -28,6 +28,7 @@ from gradpilot.worker_agent.compressors.base import (
     Estimate,
     Rounds,
 )
+from gradpilot.worker_agent.compressors.sent import cuts, dense_sent
 from gradpilot.worker_agent.compressors.settings import choice, kept_fraction
 
 
@@ -62,6 +63,11 @@ class RandomK(Compressor):
     estimate: str = choice("feedback", "unbiased")
     wire_dtype: str = wire_format("fp32")
 
+    @property
+    def estimator(self) -> str:
+        """Return ``unbiased`` where values are scaled to be, else ``contractive``."""
+        return "unbiased" if self.estimate == "unbiased" else "contractive"
+
     @classmethod
     def ladder(cls) -> Sequence[RandomK]:
         """Return ratios about a factor of 3 apart for both estimates."""
@@ -87,18 +93,18 @@ class RandomK(Compressor):
         if self.estimate == "feedback":
             return (yield from places_rounds(grad, indices, at, self.wire_dtype))
 
-        part = yield from values_rounds(grad.index_select(0, indices), at, self.wire_dtype)
+        values = grad.index_select(0, indices)
+        part = yield from values_rounds(values, at.within(), self.wire_dtype)
         # Multiplied after the round: 16 bits have no room for n/k times a value.
         limit = torch.finfo(grad.dtype).max
         precise = precise_dtype(grad)
         scaled = (part.mean.to(precise) * (n / k)).clamp_(-limit, limit).to(grad.dtype)
-        if not at.feedback:
-            return Estimate(grad.zero_().index_copy_(0, indices, scaled), None)
-        sent = None
-        if isinstance(part.sent, Tensor):
-            # All but what a skipped step left out of the values or 16 bits rounded away.
-            sent = grad.index_copy(0, indices, part.sent.to(grad.dtype))
-        return Estimate(torch.zeros_like(grad).index_copy_(0, indices, scaled), sent)
+        mean = at.room(grad).zero_().index_copy_(0, indices, scaled)
+        if part.sent is None:
+            return Estimate(mean, None)
+        # All but what a skipped step left out of the values or 16 bits rounded away.
+        sent = dense_sent(part.sent, values).to(grad.dtype)
+        return Estimate(mean, grad.index_copy(0, indices, sent))
 
 
 def draw(n: int, k: int, at: At, device: torch.device) -> Tensor:
@@ -109,9 +115,12 @@ def draw(n: int, k: int, at: At, device: torch.device) -> Tensor:
     every index is drawn with probability k/n exactly, so mean and total variance are those of
     drawing without replacement.
     """
-    bounds = torch.arange(k + 1, device=device) * n // k
-    first, widths = bounds[:-1], bounds.diff()
-    # 31 random bits scaled to the width of each stratum; the rotation evens out their rounding.
-    within = torch.randint(1 << 31, (k,), generator=at.generator("draw", device), device=device)
-    within.mul_(widths).bitwise_right_shift_(31)
-    return first.add_(within).add_(at.random("rotation of draw") % n).remainder_(n)
+    generator, rotation = at.generator("draw", device), at.random("rotation of draw") % n
+    drawn = torch.empty(k, dtype=torch.int64, device=device)
+    for cut in cuts(k, device):
+        bounds = torch.arange(cut.start, cut.stop + 1, device=device).mul_(n).floor_divide_(k)
+        # 31 random bits scaled to the width of each stratum; the rotation evens out their rounding.
+        within = drawn[cut].random_(0, 1 << 31, generator=generator)
+        within.mul_(bounds.diff()).bitwise_right_shift_(31)
+        within.add_(bounds[:-1]).add_(rotation).remainder_(n)
+    return drawn

@@ -57,7 +57,7 @@ class Sidco(Compressor):
     name: ClassVar[str] = "sidco"
     source: ClassVar[str] = "Abdelmoniem et al. 2021 (SIDCo-Exp)"
     exchange = "all_gather"
-    fixed_wire: ClassVar[bool] = False
+    fixed_wire = False
     gain_model: ClassVar[str] = "energy"
 
     ratio: float = kept_fraction(0.01)

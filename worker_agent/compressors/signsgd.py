@@ -62,7 +62,7 @@ class SignSgd(Compressor):
     source: ClassVar[str] = (
         "Bernstein et al., signSGD with Majority Vote, ICLR 2019; scale and feedback derived here"
     )
-    estimator: ClassVar[str] = "biased"
+    estimator = "biased"
     gain_factor: ClassVar[float] = 0.64
 
     exchange: str = choice("all_gather", "all_reduce")
@@ -154,15 +154,15 @@ class _Result:
 
     def __init__(self, grad: Tensor, at: At, scale: Tensor, scratch: Tensor) -> None:
         self._at = at
-        self._dtype = grad.dtype
         self._scale = scale
-        in_place = grad.dtype == scratch.dtype and not at.feedback
-        self._mean = grad if in_place else torch.empty_like(grad, dtype=scratch.dtype)
-        self._sent = torch.empty_like(self._mean) if at.feedback else None
+        self._mean = at.room(grad)
+        self._sent = torch.empty_like(grad, dtype=scratch.dtype) if at.feedback else None
+        self._signs = torch.empty_like(scratch)
 
     def take_(self, part: Part, votes: Tensor, negative: Tensor) -> None:
         """Take the votes V of a part, as floats, and this rank's own (1 or True for minus)."""
-        mean = torch.sign(votes, out=self._mean[part.elements]).mul_(self._scale)
+        mean = torch.sign(votes, out=self._signs[: part.length]).mul_(self._scale)
+        self._mean[part.elements] = mean
         if self._sent is not None:
             own = self._sent[part.elements].copy_(negative).mul_(-2).add_(1)
             own.sub_(votes, alpha=1 / self._at.world_size)
@@ -170,4 +170,4 @@ class _Result:
 
     def estimate(self) -> Estimate:
         """Return the result."""
-        return Estimate(self._mean.to(self._dtype), self._sent)
+        return Estimate(self._mean, self._sent)

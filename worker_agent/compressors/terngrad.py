@@ -52,7 +52,7 @@ class TernGrad(Compressor):
 
     name: ClassVar[str] = "terngrad"
     source: ClassVar[str] = "Wen et al., TernGrad, NeurIPS 2017; here with error feedback"
-    estimator: ClassVar[str] = "biased"
+    estimator = "biased"
     exchange = "all_gather"
 
     clip: float = real(2.5, 1.0, 1e6)

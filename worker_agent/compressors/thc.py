@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from gradpilot.worker_agent.collectives.saturating import (
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors._rotated_codes import RANGE, Blocks, Coder
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
+from gradpilot.worker_agent.compressors.sent import Pieces
 from gradpilot.worker_agent.compressors.settings import whole
 
 # Standard deviations of a sum that the wire must hold. What lies beyond c of them is, of a normal
@@ -73,7 +75,7 @@ class Thc(Compressor):
         "Li et al., THC, NSDI 2024; partial rotation and saturation after Han et al.,"
         " arXiv 2407.01378, from a summary; bound on the ranks derived"
     )
-    estimator: ClassVar[str] = "biased"
+    estimator = "biased"
 
     bits: int = whole(4, 3, 8)
     stages: int = whole(10, 6, 31)
@@ -163,7 +165,7 @@ class Thc(Compressor):
         own = payload.clone() if at.feedback else None
         total = yield AllReduce(payload, skippable=False, reduction=self.reduction(at.world_size))
 
-        mean = coder.decode(total, at.world_size, torch.empty_like(grad) if at.feedback else grad)
-        if own is None:
-            return Estimate(mean, None)
-        return Estimate(mean, coder.decode(own, 1, torch.empty_like(grad, dtype=precise)))
+        mean = at.room(grad)
+        for part, values in coder.decode(total, at.world_size):
+            mean[part] = values
+        return Estimate(mean, None if own is None else Pieces(partial(coder.decode, own, 1)))

@@ -40,7 +40,7 @@ class Threshold(Compressor):
     name: ClassVar[str] = "threshold"
     source: ClassVar[str] = "Strom 2015 and Sahu et al. 2021 (hard threshold), from memory"
     exchange = "all_gather"
-    fixed_wire: ClassVar[bool] = False
+    fixed_wire = False
 
     threshold: float = real(3.0, 0.0, 1e30)
     unit: str = choice("rms", "absolute")

@@ -54,5 +54,5 @@ class TopK(Compressor):
 
     def rounds(self, grad: Tensor, at: At) -> Rounds:
         """Gather all ranks' values and indices; the mean is their sum over N."""
-        indices = largest(grad, kept(grad.numel(), self.ratio))
-        return (yield from average_selected(grad, indices, at))
+        k = kept(grad.numel(), self.ratio)
+        return (yield from average_selected(grad, largest(grad, k), at))

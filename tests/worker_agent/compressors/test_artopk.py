@@ -11,7 +11,8 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, Setting
 from gradpilot.worker_agent.collectives.base import AllGather, Broadcast
 from gradpilot.worker_agent.compressors.artopk import ArTopK
-from gradpilot.worker_agent.compressors.base import NOTHING, At, Sparse, create
+from gradpilot.worker_agent.compressors.base import NOTHING, At, create
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
     average,

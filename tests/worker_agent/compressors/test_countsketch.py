@@ -9,8 +9,9 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import DENSE
 from gradpilot.worker_agent.collectives.base import AllReduce
-from gradpilot.worker_agent.compressors.base import At, Sparse, option_of
+from gradpilot.worker_agent.compressors.base import At, option_of
 from gradpilot.worker_agent.compressors.countsketch import CountSketchTopK
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
     average,

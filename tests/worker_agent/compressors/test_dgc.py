@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import WireRound
-from gradpilot.worker_agent.compressors.base import Sparse, option_of
+from gradpilot.worker_agent.compressors.base import option_of
 from gradpilot.worker_agent.compressors.dgc import Dgc, select
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.testing import (
     SIZES,
     Case,

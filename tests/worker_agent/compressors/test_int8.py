@@ -16,9 +16,9 @@ from gradpilot.worker_agent.testing import (
     Case,
     CompressorConformance,
     average,
+    dense_sent,
     gradients,
     relative_error,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 
@@ -123,7 +123,7 @@ def test_ranks_agree_on_the_largest_peak_for_integer_sums_only() -> None:
     assert torch.equal(shared.residuals[0], weak)
     for exchange in ("all_gather", "all_to_all"):
         sent = run(Int8(exchange=exchange), [weak, strong]).estimates[1].sent
-        assert relative_error(sent_vector(sent, strong), strong) < 0.005
+        assert relative_error(dense_sent(sent, strong), strong) < 0.005
     own = run(Int8(exchange="all_gather"), [weak, strong])
     assert relative_error(own.mean, average([weak, strong])) < 1e-6
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option
-from gradpilot.worker_agent.compressors.base import Sparse
 from gradpilot.worker_agent.compressors.lwtopk import LwTopK
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.testing import CompressorConformance, gradients
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 

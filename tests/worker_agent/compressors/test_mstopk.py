@@ -11,8 +11,8 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option
 from gradpilot.worker_agent.compressors import mstopk
-from gradpilot.worker_agent.compressors.base import Sparse
 from gradpilot.worker_agent.compressors.mstopk import MsTopK, select, select_from_all
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.testing import CompressorConformance, gradients
 from gradpilot.worker_agent.virtual import virtual_step
 

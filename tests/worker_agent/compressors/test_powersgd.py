@@ -18,10 +18,10 @@ from gradpilot.worker_agent.testing import (
     Case,
     CompressorConformance,
     average,
+    dense_sent,
     gradients,
     relative_error,
     same_bits,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 from tests.ranks import run_ranks
@@ -100,7 +100,7 @@ def low_rank(rank: int, rows: int, columns: int, seed: int, world_size: int = 3)
 
 
 def sents(step: VirtualStep, grads: Sequence[Tensor]) -> list[Tensor]:
-    return [sent_vector(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
+    return [dense_sent(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20)])

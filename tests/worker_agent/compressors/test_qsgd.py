@@ -13,9 +13,9 @@ from gradpilot.worker_agent.compressors.base import Compressor, option_of
 from gradpilot.worker_agent.compressors.qsgd import Qsgd
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
+    dense_sent,
     gradients,
     relative_error,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ def run(
 
 
 def sent_of(compressor: Compressor, grad: Tensor, step: int = 0) -> Tensor:
-    return sent_vector(run(compressor, [grad], step).estimates[0].sent, grad)
+    return dense_sent(run(compressor, [grad], step).estimates[0].sent, grad)
 
 
 def norms_of(compressor: Qsgd, grad: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_all_reduce_agrees_on_the_largest_norm() -> None:
     step = run(compressor, grads)
     norms = torch.stack([norms_of(compressor, g) for g in grads]).amax(0)
     for grad, estimate in zip(grads, step.estimates, strict=True):
-        level = sent_vector(estimate.sent, grad).double() * 15 / norms
+        level = dense_sent(estimate.sent, grad).double() * 15 / norms
         assert bool(((level - level.round()).abs() < 1e-4).all())
     assert [r.collective for r in step.wire] == ["all_reduce", "all_reduce"]
     assert not any(r.skippable for r in step.wire)

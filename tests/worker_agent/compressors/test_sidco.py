@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, WireRound
-from gradpilot.worker_agent.compressors.base import Sparse, option_of
+from gradpilot.worker_agent.compressors.base import option_of
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.compressors.sidco import (
     MOST_STAGES,
     Sidco,

@@ -13,10 +13,10 @@ from gradpilot.worker_agent.compressors.signsgd import SignSgd
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
     average,
+    dense_sent,
     gradients,
     relative_error,
     same_bits,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import virtual_step
 from tests.ranks import run_ranks
@@ -89,7 +89,7 @@ def test_what_ranks_count_as_sent(exchange: str) -> None:
     votes = torch.stack(signs).sum(0)
     for grad, own, estimate in zip(grads, signs, step.estimates, strict=True):
         expected = scale * (votes.sign() + own - votes / 5)
-        assert relative_error(sent_vector(estimate.sent, grad), expected) < 1e-6
+        assert relative_error(dense_sent(estimate.sent, grad), expected) < 1e-6
 
 
 def test_residuals_stay_bounded_where_those_of_the_bare_result_grow() -> None:

@@ -13,7 +13,8 @@ from gradpilot.worker_agent.compressors._sparse_message import (
     pack,
     unpack,
 )
-from gradpilot.worker_agent.compressors.base import At, Sparse
+from gradpilot.worker_agent.compressors.base import At
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.virtual import run_lockstep
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

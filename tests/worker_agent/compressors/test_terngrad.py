@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.worker_agent.compressors.base import option_of
+from gradpilot.worker_agent.compressors.sent import dense_sent
 from gradpilot.worker_agent.compressors.terngrad import TernGrad
 from gradpilot.worker_agent.testing import CompressorConformance, gradients, relative_error
 from gradpilot.worker_agent.virtual import virtual_step
@@ -25,8 +26,7 @@ def sent_of(grad: Tensor, step: int = 0, clip: float = 2.5) -> Tensor:
     compressor = TernGrad(clip=clip)
     result = virtual_step(option_of(compressor, "allgather"), [grad], step=step)
     sent = result.estimates[0].sent
-    assert isinstance(sent, Tensor)
-    return sent
+    return dense_sent(sent, grad)
 
 
 def limit_of(grad: Tensor, clip: float = 2.5) -> float:

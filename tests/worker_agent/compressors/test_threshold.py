@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, WireRound
-from gradpilot.worker_agent.compressors.base import Sparse, option_of
+from gradpilot.worker_agent.compressors.base import option_of
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.compressors.threshold import Threshold, root_mean_square
 from gradpilot.worker_agent.testing import SIZES, Case, CompressorConformance, gradients
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step

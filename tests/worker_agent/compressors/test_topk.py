@@ -8,14 +8,15 @@ from torch import Tensor
 
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import Option, Setting
-from gradpilot.worker_agent.compressors.base import Sparse, create
+from gradpilot.worker_agent.compressors.base import create
+from gradpilot.worker_agent.compressors.sent import Sparse
 from gradpilot.worker_agent.compressors.topk import TopK
 from gradpilot.worker_agent.testing import (
     CompressorConformance,
     average,
+    dense_sent,
     gradients,
     relative_error,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import virtual_step
 
@@ -46,7 +47,7 @@ def test_values_keep_their_dtype_on_the_wire(dtype: torch.dtype, n: int) -> None
         grads = gradients(n, 3, dtype=dtype)
         step = virtual_step(option(ratio), grads)
         expected = average(
-            [sent_vector(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
+            [dense_sent(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
         )
         assert relative_error(step.mean, expected) <= torch.finfo(dtype).eps
 
@@ -84,7 +85,7 @@ def test_residual_brings_every_element_through() -> None:
 def test_many_ranks() -> None:
     grads = gradients(64, 256)
     step = virtual_step(option(0.1), grads)
-    sent = [sent_vector(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
+    sent = [dense_sent(e.sent, g) for e, g in zip(step.estimates, grads, strict=True)]
     assert relative_error(step.mean, average(sent)) < 1e-5
 
 

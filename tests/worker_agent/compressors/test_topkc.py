@@ -12,7 +12,8 @@ from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import DENSE
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors._chunks import Chosen, chunk_energies, leading
-from gradpilot.worker_agent.compressors.base import At, Compressor, Sparse, option_of
+from gradpilot.worker_agent.compressors.base import At, Compressor, option_of
+from gradpilot.worker_agent.compressors.sent import dense_sent
 from gradpilot.worker_agent.compressors.topk import TopK
 from gradpilot.worker_agent.compressors.topkc import TopKC
 from gradpilot.worker_agent.testing import (
@@ -21,7 +22,6 @@ from gradpilot.worker_agent.testing import (
     gradients,
     relative_error,
     same_bits,
-    sent_vector,
 )
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 
@@ -67,10 +67,6 @@ def chunks_by_definition(grads: list[Tensor], compressor: TopKC) -> list[int]:
     return sorted(scores.sort(descending=True, stable=True).indices[:j].tolist())
 
 
-def chunks_in(indices: Tensor, values: Tensor, size: int) -> set[int]:
-    return set((indices[values != 0] // size).tolist())
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     n=st.integers(1, 400),
@@ -99,11 +95,11 @@ def test_a_short_last_chunk_is_one_like_others(where: int) -> None:
     grad = torch.full((42,), 0.5)
     grad[4 * where] = 9.0
     for ratio, expected in ((0.1, {where}), (0.2, {where, 0 if where else 1})):
-        sent = one_step(exact(ratio, 4), [grad]).estimates[0].sent
-        assert isinstance(sent, Sparse)
-        assert chunks_in(sent.indices, sent.values, 4) == expected
-        assert len(set(sent.indices.tolist())) == sent.indices.numel() == 4 * len(expected)
-        assert torch.equal(sent_vector(sent, grad)[40:], grad[40:] * (10 in expected))
+        step = one_step(exact(ratio, 4), [grad])
+        kept = torch.tensor([float(number // 4 in expected) for number in range(42)])
+        assert torch.equal(dense_sent(step.estimates[0].sent, grad), grad * kept)
+        assert torch.equal(step.residuals[0], grad * (1.0 - kept))
+        assert torch.equal(step.mean, grad * kept)
 
 
 def test_padding_comes_after_real_data() -> None:
