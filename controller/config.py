@@ -85,11 +85,33 @@ class PolicyConfig(BaseModel):
         description="of statistical loss, compression, synchronisation (weighted)",
     )
     gain_floor: float = Field(default=0.3, ge=0, le=1, description="least expected gain, [0, 1]")
+    warm_floor: float = Field(
+        default=0.7,
+        ge=0,
+        le=1,
+        description="the same while training is young or in a critical phase, if it is more",
+    )
     min_improvement: float = Field(
         default=0.05, ge=0, lt=1, description="a switch must cut the predicted cost by this share"
     )
     dwell_steps: int = Field(
         default=20, ge=0, description="least number of steps between two switches"
+    )
+    trial_steps: int = Field(
+        default=20, ge=0, description="first steps under a new plan, in which it is not judged"
+    )
+    trial_margin: float = Field(
+        default=0.1, ge=0, description="a plan that costs this share more than the last is undone"
+    )
+    blacklist_steps: int = Field(
+        default=1000,
+        ge=0,
+        description="for how long an option that did harm is not chosen; doubles every time",
+    )
+    residual_limit: float = Field(
+        default=30.0,
+        gt=0,
+        description="largest residual that is put up with, in gradients (squared norms)",
     )
     interval: int = Field(default=50, ge=1, description="decision step N of the plans made")
     fixed: OptionConfig = Field(default=OptionConfig(), description="option of the policy 'fixed'")

@@ -50,6 +50,7 @@ class _Joined:
     transfer: float
     straggle: float
     received: float
+    complete: bool
 
 
 class OperationJoiner:
@@ -81,7 +82,7 @@ class OperationJoiner:
                 continue
             pending.seconds[rank] = sample.seconds
             if len(pending.seconds) >= expected:
-                self._finish(key, now)
+                self._finish(key, now, complete=True)
         while len(self._pending) > PENDING:
             self._close_one(next(iter(self._pending)), now, expected)
 
@@ -127,6 +128,7 @@ class OperationJoiner:
                 transfer_seconds=j.transfer,
                 straggle_seconds=j.straggle,
                 age_seconds=max(now - j.received, 0.0),
+                complete=j.complete,
             )
             for j in kept
         )
@@ -136,7 +138,7 @@ class OperationJoiner:
         enough = 2 * len(self._pending[key].seconds) >= expected
         self._finish(key, now if enough else None)
 
-    def _finish(self, key: _Key, received: float | None) -> None:
+    def _finish(self, key: _Key, received: float | None, *, complete: bool = False) -> None:
         pending = self._pending.pop(key)
         self._done[key] = None
         if len(self._done) > 2 * PENDING:
@@ -146,7 +148,7 @@ class OperationJoiner:
         transfer = min(pending.seconds.values())
         straggle = statistics.median(pending.seconds.values()) - transfer
         kind = self._joined.setdefault(pending.kind, deque(maxlen=PER_KIND))
-        kind.append(_Joined(key[0], pending.kind, transfer, straggle, received))
+        kind.append(_Joined(key[0], pending.kind, transfer, straggle, received, complete))
         self._joined.move_to_end(pending.kind)
         if len(self._joined) > KINDS:
             self._joined.popitem(last=False)

@@ -29,6 +29,7 @@ from gradpilot.controller.run import REFUSALS, Run
 from gradpilot.controller.runs import Runs
 from gradpilot.controller.totals import OUTCOMES
 from gradpilot.controller.window import Measured
+from gradpilot.policies.blacklist import CAUSES
 from gradpilot.protos.messages import Option, Plan
 
 PREFIX = "gradpilot_"
@@ -144,11 +145,16 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
         "Points of the newest decision's Pareto set.",
         lambda v: len(v.run.decision.front) if v.run.decision else None,
     ),
+    (
+        "blacklisted_options",
+        "Options that did harm and are not chosen for a while.",
+        lambda v: sum(ban.step <= v.run.step < ban.until for ban in v.run.history.bans),
+    ),
     ("frozen", "1 if an operator froze the decisions.", lambda v: float(v.run.frozen)),
     ("pinned", "1 if an operator pinned an option.", lambda v: float(v.run.pinned is not None)),
     (
         "loss",
-        "Newest loss given to handle.observe, mean over ranks.",
+        "Newest loss given to handle.observe, mean over the ranks whose loss is finite.",
         lambda v: v.measured.loss if v.measured and not math.isnan(v.measured.loss) else None,
     ),
     (
@@ -302,6 +308,11 @@ def _labelled(rows: Rows) -> Iterator[Metric]:
         "Messages of agents that were refused, by reason.",
         labels=(*RUN_LABELS, "reason"),
     )
+    undone = CounterMetricFamily(
+        f"{PREFIX}plans_undone",
+        "Plans that a guard undid, by reason.",
+        labels=(*RUN_LABELS, "reason"),
+    )
     seconds = HistogramMetricFamily(
         f"{PREFIX}decision_seconds", "Time that deciding took.", labels=RUN_LABELS
     )
@@ -312,9 +323,12 @@ def _labelled(rows: Rows) -> Iterator[Metric]:
             decisions.add_metric((*labels, outcome), view.run.decisions.outcomes[outcome])
         for reason in REFUSALS:
             refused.add_metric((*labels, reason), view.run.refused[reason])
+        for cause in CAUSES:
+            undone.add_metric((*labels, cause), view.run.decisions.undone[cause])
         stats = view.run.decisions
         seconds.add_metric(labels, stats.histogram(), sum_value=stats.seconds)
     yield info
     yield decisions
     yield refused
+    yield undone
     yield seconds

@@ -219,8 +219,7 @@ class Planner:
                 run.setbacks += 1
                 logger.error("decision not stored, so not sent: %s", error, extra=_where(run))
                 return
-            if outcome.history is not None:
-                run.history = outcome.history
+            run.learn(outcome)
             if outcome.outcome == "probe":
                 self._ask_for_probe(run, decision.id, inputs, outcome.probe_bytes)
 

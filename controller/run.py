@@ -29,7 +29,7 @@ from gradpilot.controller.window import (
     merge_buckets,
 )
 from gradpilot.errors import ProtocolError
-from gradpilot.policies.base import Inputs, PolicySettings
+from gradpilot.policies.base import Inputs, Outcome, PolicySettings
 from gradpilot.policies.history import History, stored_history
 from gradpilot.protos.messages import (
     Ability,
@@ -347,6 +347,9 @@ class Run:
             probing=self.probes.pending(now),
             backend=backends.most_common(1)[0][0] if backends else "gloo",
             sequential=any(m.hello.emulated for m in self.members.values()),
+            loss=now_measured.loss if now_measured else math.nan,
+            lr=now_measured.lr if now_measured else math.nan,
+            nonfinite_steps=self.totals["nonfinite_steps"] if self.reports_taken else -1,
             settings=settings,
         )
 
@@ -368,6 +371,11 @@ class Run:
             predicted = decision.chosen if decision.plan is not None else decision.current
             self.predicted_step_seconds = predicted.step_seconds if predicted else math.nan
         self.touch()
+
+    def learn(self, outcome: Outcome) -> None:
+        """Keep what a decision learned, and count what it undid."""
+        self.history = outcome.history or self.history
+        self.decisions.undone.update([outcome.undone] if outcome.undone else [])
 
     def measured(self) -> Measured | None:
         """Return what a step costs now; None before the first window."""

@@ -52,6 +52,8 @@ class DecisionStats:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.undone: Counter[str] = Counter()
+        """Plans that a guard undid, by cause."""
         self.seconds = 0.0
         self._counts = [0] * (len(DECISION_BUCKETS) + 1)
 

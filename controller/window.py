@@ -6,6 +6,7 @@ waits in the fastest transfer (minimum), and everything else is a mean or median
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,9 @@ class Measured:
         straggle_seconds: Median over ranks less that minimum, all buckets.
         wire_ratio: Wire bytes / dense fp32 bytes of a step.
         gain: Over the whole gradient, weighted by energy; -1 if not sampled.
-        loss: Mean over the ranks that gave one; NaN if none did.
+        loss: Newest loss, mean over the ranks whose loss is finite; infinite if no rank's is, NaN
+            if none gave one.
+        lr: Newest learning rate, largest of the ranks; NaN if none gave one.
     """
 
     step_seconds: float
@@ -57,6 +60,7 @@ class Measured:
     wire_ratio: float
     gain: float
     loss: float
+    lr: float
 
 
 def merge_buckets(
@@ -129,7 +133,7 @@ def measured(
         straggle += statistics.median(seconds) - min(seconds)
     dense = 4 * layout.elements
     wire = statistics.fmean(sum(b.wire_bytes for b in rank) for rank in ranks)
-    losses = [w[-1].loss for w in windows if w[-1].loss == w[-1].loss]
+    rates = [w[-1].lr for w in windows if not math.isnan(w[-1].lr)]
     return Measured(
         step_seconds=statistics.median(_median(w, "step_seconds") for w in windows),
         compute_seconds=max(_median(w, "compute_seconds") for w in windows),
@@ -139,7 +143,8 @@ def measured(
         straggle_seconds=straggle,
         wire_ratio=wire / dense if dense else 0.0,
         gain=_total_gain(bucket_states(layout, ranks)),
-        loss=statistics.fmean(losses) if losses else float("nan"),
+        loss=_mean_loss([w[-1].loss for w in windows]),
+        lr=max(rates, default=math.nan),
     )
 
 
@@ -208,6 +213,14 @@ def _total_gain(states: Sequence[BucketState]) -> float:
     if not sum(weights):
         return statistics.fmean(s.gain for s in known)
     return statistics.fmean([s.gain for s in known], weights)
+
+
+def _mean_loss(losses: Sequence[float]) -> float:
+    """Return the mean of the finite ones: a rank that overflowed must not hide the others."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if finite:
+        return statistics.fmean(finite)
+    return math.nan if all(map(math.isnan, losses)) else math.inf
 
 
 def _mean_known(values: Sequence[float]) -> float:

@@ -2,13 +2,14 @@
 
 A policy is a pure function: the same inputs and seed give the same outcome, so a stored decision
 can be taken again. It sees numbers only; it never imports torch or grpc and knows no compressor by
-name.
+name. Those after published methods do name the ones that their papers are about.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from gradpilot.policies.history import History
 from gradpilot.protos.messages import (
@@ -36,6 +37,7 @@ class Operation:
         transfer_seconds: Minimum over ranks: nobody waited for a slower peer in it.
         straggle_seconds: Median over ranks less the minimum.
         age_seconds: Since the controller received it.
+        complete: Whether all ranks told it. If not, everybody may have waited for one that did not.
     """
 
     step: int
@@ -45,6 +47,7 @@ class Operation:
     transfer_seconds: float
     straggle_seconds: float
     age_seconds: float
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,18 @@ class PolicySettings:
         gain_floor: Least expected gain over the whole gradient, [0, 1]. The default is careful:
             efficiency as a power of gain is too kind to very small gains, and the residual that
             builds up under them makes the measured gain smaller than the predicted one.
+        warm_floor: The floor instead while training is young or in a critical phase; counts if it
+            is above ``gain_floor``. The default is the lower of GraVAC's two published thresholds.
         min_improvement: A switch must cut the predicted cost by this share, such as 0.05.
         dwell_steps: Least number of steps between two switches; back to a plan that was left
             lately it doubles with every time that it was.
+        trial_steps: First steps under a new plan, in which it is not judged: residual and gain of
+            error feedback still settle.
+        trial_margin: A plan on trial is undone if it costs this share more than the one before it.
+        blacklist_steps: Steps for which an option that did harm is not chosen; doubles with every
+            time that it did.
+        residual_limit: Largest ||residual||^2 / ||gradient||^2 that is put up with; see
+            ``residuals`` for where the default comes from.
         interval: Decision step N of the plans made.
         fixed: Option of the policy ``fixed``.
         per_bucket: Whether buckets may get different options (groups by size).
@@ -98,8 +110,13 @@ class PolicySettings:
     choice: str = "tta"
     weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
     gain_floor: float = 0.3
+    warm_floor: float = 0.7
     min_improvement: float = 0.05
     dwell_steps: int = 20
+    trial_steps: int = 20
+    trial_margin: float = 0.1
+    blacklist_steps: int = 1000
+    residual_limit: float = 30.0
     interval: int = 50
     fixed: Option = DENSE
     per_bucket: bool = False
@@ -137,6 +154,11 @@ class Inputs:
         backend: Backend of the gradient collectives.
         sequential: Whether buckets go one after another even under a native plan, as they do over
             an emulated link.
+        loss: Newest loss given to ``handle.observe``, mean over the ranks whose loss is finite;
+            infinite if no rank's is, NaN if none gave one.
+        lr: Newest learning rate given there, largest of the ranks; NaN if none gave one.
+        nonfinite_steps: Steps with a non-finite gradient so far, as counted by the rank that saw
+            most; only grows within a run; -1 if unknown.
         settings: See ``PolicySettings``.
     """
 
@@ -161,6 +183,9 @@ class Inputs:
     probing: int = 0
     backend: str = "gloo"
     sequential: bool = False
+    loss: float = math.nan
+    lr: float = math.nan
+    nonfinite_steps: int = -1
     settings: PolicySettings = field(default_factory=PolicySettings)
 
 
@@ -178,6 +203,7 @@ class Outcome:
         link: Link estimate; None if there is none yet.
         probe_bytes: Two sizes to probe; empty unless ``probe``.
         history: What the next decision should know; None to leave that as it is.
+        undone: Why the plan in force was undone by a guard, such as "cost"; empty if none was.
     """
 
     outcome: str
@@ -189,10 +215,21 @@ class Outcome:
     link: LinkEstimate | None = None
     probe_bytes: tuple[int, ...] = ()
     history: History | None = None
+    undone: str = ""
 
 
 class Policy(Protocol):
-    """A way to decide."""
+    """A way to decide.
+
+    Attributes:
+        source: Where the method comes from.
+        grain: ``uniform`` (one option for all buckets) or ``per bucket``, and when.
+        uses: What of the inputs it decides by.
+    """
+
+    source: ClassVar[str]
+    grain: ClassVar[str]
+    uses: ClassVar[tuple[str, ...]]
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return what should be done now; never blocks, never keeps state."""

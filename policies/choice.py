@@ -33,20 +33,36 @@ class Choice:
     pays: bool = True
 
 
-def allowed(evaluation: Evaluation, settings: PolicySettings) -> NDArray[np.bool_]:
-    """Return which candidates may be taken: finite, and above the gain floor or safe."""
+def allowed(
+    evaluation: Evaluation, settings: PolicySettings, banned: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
+    """Return which candidates may be taken: finite, and above the gain floor or safe.
+
+    Args:
+        evaluation: Candidates.
+        settings: For the gain floor.
+        banned: Options that are black-listed, (K,); None if none is.
+    """
     enough = evaluation.gain >= settings.gain_floor
-    return evaluation.valid & (enough | evaluation.safe)
+    fit: NDArray[np.bool_] = evaluation.valid & (enough | evaluation.safe)
+    return fit if banned is None else fit & ~banned[evaluation.rows].any(axis=1)
 
 
-def choose(evaluation: Evaluation, settings: PolicySettings) -> Choice | None:
+def choose(
+    evaluation: Evaluation, settings: PolicySettings, banned: NDArray[np.bool_] | None = None
+) -> Choice | None:
     """Return what to take; None if nothing may be taken.
 
     ``tta`` takes the least step time / efficiency, whether or not that lies on the front of the
     three objectives; whatever is not dense or bf16 must beat them by ``min_improvement``. ``knee``
     and ``weighted`` take a point of the front.
+
+    Args:
+        evaluation: Candidates.
+        settings: How to choose.
+        banned: See ``allowed``.
     """
-    fit = np.flatnonzero(allowed(evaluation, settings))
+    fit = np.flatnonzero(allowed(evaluation, settings, banned))
     if len(fit) == 0:
         return None
     front = fit[non_dominated(evaluation.objectives[fit])]
@@ -89,6 +105,20 @@ def improvement(
         values = weighted_values(rows, settings.weights)
     new = values[:-1][choice.front == choice.index][0]
     return 1 - float(new / values[-1]) if values[-1] > 0 else 0.0
+
+
+def safest(
+    evaluation: Evaluation, settings: PolicySettings, banned: NDArray[np.bool_] | None = None
+) -> int | None:
+    """Return the cheapest of the candidates that send everything; None if none may be taken.
+
+    Args:
+        evaluation: Candidates.
+        settings: See ``allowed``.
+        banned: See ``allowed``.
+    """
+    fit = np.flatnonzero(allowed(evaluation, settings, banned) & evaluation.safe)
+    return _cheapest(evaluation, fit) if len(fit) else None
 
 
 def _cheapest(evaluation: Evaluation, among: Indices) -> int:

@@ -13,7 +13,8 @@ Floats = NDArray[np.float64]
 FamilyKey = tuple[str, tuple[Setting, ...]]
 
 LAST = 5
-"""Of several samples for one (family, ratio, elements) the median of this many newest counts."""
+"""Of several samples for one (family, ratio, elements) the median of this many newest counts; of an
+even number the lower one, so that of two no single odd one decides."""
 
 TINY_SECONDS = 1e-9
 
@@ -81,8 +82,17 @@ def bracket(knots: Floats, at: Floats) -> tuple[NDArray[np.intp], NDArray[np.int
 def _curve(sizes: dict[int, list[tuple[float, float]]]) -> tuple[Floats, Floats]:
     """Return elements and (2, elements) seconds of one ratio, non-decreasing."""
     elements = np.array(sorted(sizes), dtype=np.float64)
-    medians = np.array([np.median(sizes[size][-LAST:], axis=0) for size in sorted(sizes)]).T
+    medians = np.array([_middle(sizes[size]) for size in sorted(sizes)]).T
     return elements, np.maximum.accumulate(np.maximum(medians, TINY_SECONDS), axis=1)
+
+
+def _middle(pairs: list[tuple[float, float]]) -> Floats:
+    """Return the medians of the newest pairs; no time at all counts only if it is never another."""
+    columns = []
+    for column in zip(*pairs, strict=True):
+        known = sorted([value for value in column if value > 0][-LAST:]) or [0.0]
+        columns.append(known[(len(known) - 1) // 2])
+    return np.array(columns)
 
 
 def _at(sizes: Floats, pairs: Floats, elements: Floats) -> Floats:

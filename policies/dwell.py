@@ -8,11 +8,13 @@ dense or bf16 needs no such wait: of those no gain is predicted, and a bad trial
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.cost import coefficients
 from gradpilot.policies.history import Departure, near
+from gradpilot.policies.watches import Ban
 from gradpilot.protos.messages import BF16, DENSE, LinkEstimate, Option
 
 MOST_DOUBLINGS = 5
@@ -56,11 +58,11 @@ def dwell(inputs: Inputs, chosen: tuple[Option, ...], link: LinkEstimate) -> Dwe
 
 def _flees(inputs: Inputs, wanted: tuple[Option, ...]) -> bool:
     """Return whether a switch leads from a compressing plan to one that sends everything."""
-    return _whole(wanted) and inputs.current is not None and not _whole(inputs.current.options())
+    return whole(wanted) and inputs.current is not None and not whole(inputs.current.options())
 
 
-def _whole(options: tuple[Option, ...]) -> bool:
-    """Return whether every element is sent under these options."""
+def whole(options: Sequence[Option]) -> bool:
+    """Return whether every element is sent under these options, in fp32 or bf16."""
     return all(o.family in (DENSE.family, BF16.family) and not o.skip for o in options)
 
 
@@ -72,8 +74,8 @@ def recent(inputs: Inputs) -> tuple[Departure, ...]:
     return tuple(d for d in inputs.history.departures if oldest < d.step <= inputs.step)
 
 
-def link_changed(departure: Departure, link: LinkEstimate, inputs: Inputs) -> bool:
-    """Return whether the link differs from what it was at a departure.
+def link_changed(departure: Departure | Ban, link: LinkEstimate, inputs: Inputs) -> bool:
+    """Return whether the link differs from what it was at a departure or when a ban began.
 
     Judged by what a dense step would spend on it, not by the sequential test of the fit: another
     plan has collectives of other sizes, and what the cost model misses on them looks like a change.

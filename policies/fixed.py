@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from gradpilot.errors import ConfigError
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
 from gradpilot.policies.link import fit_link
@@ -12,6 +14,10 @@ from gradpilot.protos.messages import check_option
 @POLICIES.register("fixed")
 class Fixed:
     """Give every bucket ``settings.fixed``: baseline, fallback and test double."""
+
+    source: ClassVar[str] = "this project"
+    grain: ClassVar[str] = "uniform"
+    uses: ClassVar[tuple[str, ...]] = ()
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return a switch to the fixed option unless it is in force or cannot be used."""

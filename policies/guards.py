@@ -43,6 +43,9 @@ def judge(
     gain: float,
     permitted: bool = True,
     needed: Dwell | None = None,
+    *,
+    why: str = "",
+    doubt: str = "",
 ) -> Verdict:
     """Decide whether ``chosen`` replaces the plan in force.
 
@@ -51,12 +54,17 @@ def judge(
         current: Option per bucket in force; empty if there is no plan.
         chosen: Option per bucket wanted.
         gain: Predicted saving over the plan in force, a share; NaN if that cannot be predicted.
-        permitted: Whether the plan in force keeps the gain floor; if not, it must go at any cost.
+        permitted: Whether the plan in force keeps the gain floor and is not black-listed; if not,
+            it must go at any cost.
         needed: How long the plan in force must stay before ``chosen``; None for the least.
+        why: Why the plan in force is not permitted; by default it is below the gain floor.
+        doubt: Why nothing that was measured should be acted on; empty if it should.
     """
     settings = inputs.settings
     least = Dwell(settings.dwell_steps)
     steps, times = needed if needed is not None and permitted else least
+    if doubt:
+        return Verdict(False, doubt)
     if not current:
         return Verdict(True, "first plan")
     if chosen == current:
@@ -67,9 +75,8 @@ def judge(
             False, f"only {inputs.steps_since_switch} of {steps} steps since the last switch{again}"
         )
     if not permitted:
-        return Verdict(
-            True, f"the plan in force is below the gain floor of {settings.gain_floor:g}"
-        )
+        floor = f"is below the gain floor of {settings.gain_floor:g}"
+        return Verdict(True, f"the plan in force {why or floor}")
     if math.isnan(gain):
         return Verdict(True, "the plan in force cannot be predicted")
     if gain < settings.min_improvement:
@@ -77,6 +84,19 @@ def judge(
             False, f"saves {100 * gain:.1f} %, less than {100 * settings.min_improvement:.1f} %"
         )
     return Verdict(True, f"saves {100 * gain:.1f} %")
+
+
+def undo(current: tuple[Option, ...], back: tuple[Option, ...], reason: str) -> Verdict:
+    """Decide whether the plan in force can be undone.
+
+    Args:
+        current: Option per bucket in force.
+        back: Option per bucket to go back to.
+        reason: What it did.
+    """
+    if back == current:
+        return Verdict(False, f"{reason}, but nothing safer is there")
+    return Verdict(True, f"undone: {reason}")
 
 
 def settle(outcome: Outcome, inputs: Inputs) -> Outcome:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.importance import Importance
 from gradpilot.policies.warm_up import Warmth
+from gradpilot.policies.watches import Ban, Look, Overflow, Regime, ResidualTrend, Trial
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import Option, Setting
 
@@ -81,8 +82,15 @@ class History:
         forecasts: Of the newest switch.
         departures: Recent switches, oldest first.
         importance: Which buckets must not skip, and how that changed.
-        warmth: Whether the run is stable enough to skip.
+        warmth: Whether the run is stable enough for strong compression and skips.
         snr: Newest signal-to-noise ratio of one rank's gradient; -1 if never measured.
+        look: What the newest decision saw of the things that no plan changes.
+        trial: The newest switch, while it has yet to prove itself; None if none has.
+        bans: Options that did harm, the newest last.
+        overflow: Steps with a non-finite gradient.
+        residuals: How the residual compares with the gradient.
+        regime: Learning rate, gain and losses of late.
+        own: What a policy other than ``adaptive`` carries along, as JSON of a dataclass of its own.
     """
 
     layout: str = ""
@@ -92,6 +100,13 @@ class History:
     importance: Importance = field(default_factory=Importance)
     warmth: Warmth = field(default_factory=Warmth)
     snr: float = -1.0
+    look: Look = field(default_factory=Look)
+    trial: Trial | None = None
+    bans: tuple[Ban, ...] = ()
+    overflow: Overflow = field(default_factory=Overflow)
+    residuals: ResidualTrend = field(default_factory=ResidualTrend)
+    regime: Regime = field(default_factory=Regime)
+    own: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,14 +41,12 @@ def next_history(
         link: The link as it is now.
     """
     forecasts = inputs.history.forecasts
-    return History(
+    return replace(
+        inputs.history,
         layout=inputs.layout.digest,
         gains=_records(inputs, model, present),
         forecasts=_forecasts(inputs, model, chosen) if chosen else forecasts,
         departures=_departures(inputs, present, chosen, link),
-        importance=inputs.history.importance,
-        warmth=inputs.history.warmth,
-        snr=inputs.history.snr,
     )
 
 

@@ -8,6 +8,7 @@ relative errors over pairs of operations, then Tukey's bisquare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,6 +32,10 @@ HALF_LIFE_SECONDS = 60.0
 MAX_CONDITION = 60.0
 MAX_RELATIVE_ERROR = 0.3
 """Beyond these the data do not tell alpha from beta."""
+
+PARTIAL_SECONDS = 60.0
+"""An operation that some rank did not tell is used only if no whole one is nearly as new: all may
+have waited for that rank, so its minimum is no transfer."""
 
 ALPHA_SCALE = 50e-6
 BETA_SCALE = 1e-12
@@ -131,7 +136,10 @@ def _plausible(link: LinkEstimate) -> bool:
 def _usable(operations: Sequence[Operation], n_ranks: int, backend: str) -> _Data:
     rows = []
     kinds: dict[tuple[str, int, int], int] = {}
+    newest = min((o.age_seconds for o in operations if o.complete), default=math.inf)
     for o in operations:
+        if not o.complete and o.age_seconds >= newest - PARTIAL_SECONDS:
+            continue
         if o.collective not in COLLECTIVES or o.bytes < 0:
             continue
         if not (0 < o.transfer_seconds < 1e6 and 0 <= o.age_seconds < 1e12):  # also catches NaN

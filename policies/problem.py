@@ -114,6 +114,11 @@ class Space:
         waited = inputs.straggle_seconds
         self._straggle = straggle_seconds(waited, inputs.step_seconds, predicted)
 
+    @property
+    def straggle_seconds(self) -> float:
+        """Return what waiting for slower ranks adds to every candidate."""
+        return self._straggle
+
     def __len__(self) -> int:
         return 0 if self.table is None else len(self.table.ratio)
 

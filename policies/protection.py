@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradpilot.policies.base import Inputs
+from gradpilot.policies.base import BucketState, Inputs
 from gradpilot.policies.importance import Importance, measure
 from gradpilot.policies.signal import shrink_factor, signal_to_noise
 from gradpilot.policies.skipping import contributions
@@ -39,16 +39,33 @@ def snr(inputs: Inputs, present: Sequence[Option]) -> float:
     return inputs.history.snr if found < 0 else found
 
 
-def warm_up(inputs: Inputs, ratio: float) -> Warmth:
+def warm_up(inputs: Inputs, ratio: float, *, shock: str = "", rebase: bool = False) -> Warmth:
     """Return how far the warm-up is, from the gradient's norm and the signal-to-noise ratio.
 
     The space of candidates is made with what was known before, so it counts from the next decision.
+
+    Args:
+        inputs: What is known.
+        ratio: See ``snr``.
+        shock: See ``next_warmth``.
+        rebase: See ``next_warmth``.
     """
-    known = [s.gradient_sq for s in inputs.buckets]
+    known = [bare_sq(s) for s in inputs.buckets]
     norm = math.sqrt(sum(known)) if known and min(known) >= 0 else -1.0
     # A ratio that was never measured cannot be waited for: under compression it cannot be.
     values = (norm, ratio) if ratio >= 0 else (norm,)
-    return next_warmth(inputs.history.warmth, values, inputs.step)
+    return next_warmth(inputs.history.warmth, values, inputs.step, shock=shock, rebase=rebase)
+
+
+def bare_sq(state: BucketState) -> float:
+    """Return ||gradient||^2 of a bucket without the residual in it, -1 if unknown.
+
+    Measured is the sum of both. On gradients of a small network the difference of the squares was
+    0.9 to 1.6 times the gradient's at top-k of 1 %: noise makes residual and gradient nearly
+    orthogonal.
+    """
+    residual = state.residual_sq
+    return state.gradient_sq - residual if 0 < residual < state.gradient_sq else state.gradient_sq
 
 
 def refine(

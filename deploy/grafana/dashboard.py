@@ -213,8 +213,11 @@ def panels() -> list[Json]:
         ),
         graph(
             "Switches",
-            "Plans that all ranks switched to, per drawn point.",
+            "Plans that all ranks switched to and, by reason, those that a guard undid, per drawn"
+            " point; options that are black-listed now.",
             target(growth("gradpilot_switches_total", "run, model", SELECT)),
+            target(growth("gradpilot_plans_undone_total", "reason", SELECT), "undone: {{reason}}"),
+            target(by_run("gradpilot_blacklisted_options"), f"{RUN} black-listed"),
             unit="none",
             bars=True,
             width=6,

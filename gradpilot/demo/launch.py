@@ -36,6 +36,9 @@ _CONTROLLER = {
     "GRADPILOT_CTL_POLICY_SETTINGS__DWELL_STEPS": "10",
     # Some hundred steps leave no time to make up for what strong compression delays.
     "GRADPILOT_CTL_POLICY_SETTINGS__GAIN_FLOOR": "0.5",
+    # A few looks of warm-up fit in, at a few steps each.
+    "GRADPILOT_CTL_POLICY_SETTINGS__TRIAL_STEPS": "10",
+    "GRADPILOT_CTL_POLICY_SETTINGS__BLACKLIST_STEPS": "200",
     # Steadier: four ranks share a few cores with the controller, so costs waver.
     "GRADPILOT_CTL_POLICY_SETTINGS__MIN_IMPROVEMENT": "0.1",
 }

@@ -35,6 +35,7 @@ def test_transfer_is_the_minimum_in_whatever_order_ranks_report(
     assert operation.transfer_seconds == min(seconds)
     assert operation.straggle_seconds == pytest.approx(statistics.median(seconds) - min(seconds))
     assert operation.age_seconds == 2.0
+    assert operation.complete
 
 
 def test_only_the_same_operation_is_joined() -> None:
@@ -62,6 +63,7 @@ def test_after_the_window_half_of_the_ranks_are_enough_and_late_ones_come_too_la
     joiner.close(6.0, 6.0, 4)
     (operation,) = joiner.recent(6.0)
     assert operation.transfer_seconds == 0.1
+    assert not operation.complete
     joiner.add(2, [sample(0.01), sample(0.01, step=2)], 7.0, 1)
     assert len(joiner.recent(7.0)) == 1
 

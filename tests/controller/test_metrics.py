@@ -25,7 +25,7 @@ REQUIRED = {
     "plan_skip_steps", "front_size", "switches_total", "decisions_total",
     "decision_seconds_bucket", "policy_errors_total", "reports_total", "reports_refused_total",
     "agent_reports_dropped_total", "nonfinite_steps_total", "agreement_failures_total",
-    "frozen", "loss", "emulated",
+    "frozen", "loss", "emulated", "plans_undone_total", "blacklisted_options",
 }
 # fmt: on
 """Names that dashboards rely on, without the prefix."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gradpilot.controller.config import PolicyConfig
 from gradpilot.controller.run import Run
 from gradpilot.controller.server import Controller
 from gradpilot.policies.base import Inputs, Outcome
@@ -244,7 +245,14 @@ async def test_a_decision_is_dropped_if_the_layout_changes_meanwhile() -> None:
 async def test_the_adaptive_policy_finds_the_planted_link_and_a_fitting_plan() -> None:
     slow = fakes.Link(alpha=1e-3, beta=8e-8)  # 100 Mbit/s: dense takes 2 s, compute 0.1 s
     async with (
-        Controller(fakes.config(policy="adaptive", min_decision_seconds=0.1)) as controller,
+        Controller(
+            fakes.config(
+                policy="adaptive",
+                min_decision_seconds=0.1,
+                # Of normal noise the largest tenth of the elements holds 0.44.
+                policy_settings=PolicyConfig(warm_floor=0.3),
+            )
+        ) as controller,
         agents(controller) as ranks,
     ):
         for _ in range(3):

@@ -13,10 +13,19 @@ from gradpilot.controller.runs import Runs
 from gradpilot.controller.store import Memory, StoredRun
 from gradpilot.controller.views import summary
 from gradpilot.errors import ProtocolError
-from gradpilot.policies.base import POLICIES, PolicySettings
+from gradpilot.policies.base import POLICIES, Inputs, Outcome, PolicySettings
 from gradpilot.policies.history import GainRecord, History
-from gradpilot.protos.jsoncodec import to_json
-from gradpilot.protos.messages import BF16, DENSE, Ack, Decision, LinkEstimate, Option, Plan
+from gradpilot.protos.jsoncodec import from_json, to_json
+from gradpilot.protos.messages import (
+    BF16,
+    DENSE,
+    Ack,
+    Counters,
+    Decision,
+    LinkEstimate,
+    Option,
+    Plan,
+)
 from tests.controller import fakes
 from tests.controller.fakes import catalog, hello, layout, report
 
@@ -163,6 +172,24 @@ def test_inputs_hold_what_was_measured() -> None:
     assert len(inputs.compute) == 5
 
 
+def test_inputs_hold_what_the_program_observed_and_what_overflowed() -> None:
+    run = complete()
+    for rank in range(4):
+        counters = Counters(nonfinite_steps=3 if rank == 2 else 1)
+        window = report(OLD, rank, loss=1.0 + rank, lr=0.1, counters=counters)
+        assert run.add_report(rank, window, 1.0) == ""
+    inputs = run.inputs(PolicySettings(), 2.0)
+    assert (inputs.loss, inputs.lr, inputs.nonfinite_steps) == (2.5, 0.1, 3)
+    for rank in range(4):
+        run.add_report(rank, report(OLD, rank, 2, counters=Counters(nonfinite_steps=5)), 3.0)
+    later = run.inputs(PolicySettings(), 3.0)
+    assert math.isnan(later.loss)
+    assert math.isnan(later.lr)
+    assert later.nonfinite_steps == 5
+    text = to_json(later)
+    assert to_json(from_json(Inputs, text)) == text
+
+
 def test_measured_compute_follows_the_plan_in_force() -> None:
     run = complete()
     plan = fakes.plan(OLD, option=BF16)
@@ -263,6 +290,16 @@ def test_what_a_policy_learned_survives_a_restart_of_the_controller_but_not_of_t
     assert run.history == history
     run.join(hello(0, incarnation="another"), 0.0)
     assert run.history == History()
+
+
+def test_what_a_guard_undid_is_counted() -> None:
+    run = complete()
+    before = run.history
+    run.learn(Outcome("keep", "why"))
+    assert run.history is before
+    run.learn(Outcome("switch", "why", history=History("layout"), undone="cost"))
+    assert run.history == History("layout")
+    assert run.decisions.undone == {"cost": 1}
 
 
 def test_the_start_option_is_what_the_ranks_say() -> None:

@@ -40,6 +40,26 @@ def test_the_slowest_governs_compute_and_the_fastest_shows_transfer() -> None:
     assert got.loss == 1.5
 
 
+@pytest.mark.parametrize(
+    ("losses", "joined"),
+    [
+        ((1.0, 2.0, math.nan, math.inf), 1.5),
+        ((math.inf, math.nan, -math.inf, math.nan), math.inf),
+        ((math.nan,) * 4, math.nan),
+    ],
+)
+def test_losses_are_joined_over_the_ranks_that_still_have_one(
+    losses: tuple[float, ...], joined: float
+) -> None:
+    ranks = [
+        report(OF, r, loss=loss, lr=0.1 * r if r else math.nan) for r, loss in enumerate(losses)
+    ]
+    got = measured(OF, [[r] for r in ranks], [r.buckets for r in ranks])
+    assert got is not None
+    assert got.loss == pytest.approx(joined, nan_ok=True)
+    assert got.lr == pytest.approx(0.3)
+
+
 def test_several_windows_count_by_their_median() -> None:
     recent = [report(OF, sequence=i, step_seconds=s) for i, s in enumerate((0.1, 9.0, 0.2), 1)]
     got = measured(OF, [recent], [recent[-1].buckets])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 import grpc.aio
 
@@ -82,6 +83,10 @@ SCRIPTS = (
 @POLICIES.register("scripted")
 class Scripted:
     """Decides by turns: switch, keep, and fail for the run "bad"."""
+
+    source: ClassVar[str] = "a script"
+    grain: ClassVar[str] = "uniform"
+    uses: ClassVar[tuple[str, ...]] = ()
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return the outcome whose turn it is."""

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from gradpilot.policies.choice import choose, improvement
+from gradpilot.policies.choice import allowed, choose, improvement, safest
 from gradpilot.policies.evaluation import Evaluation
 from tests.policies import scenario
 
@@ -99,3 +100,24 @@ def test_improvement() -> None:
     choice = choose(made, settings)
     assert choice is not None
     assert math.isnan(improvement(made, choice, evaluation([math.nan], [1]), settings))
+
+
+def test_what_is_black_listed_is_not_taken() -> None:
+    made = evaluation([10, 6, 3], [1, 0.9, 0.8])
+    settings = scenario.settings()
+    for banned, index in (([False] * 3, 2), ([False, False, True], 1), ([False, True, True], 0)):
+        choice = choose(made, settings, np.array(banned))
+        assert choice is not None
+        assert choice.index == index
+        assert index in allowed(made, settings, np.array(banned)).nonzero()[0]
+    assert choose(made, settings, np.array([True] * 3)) is None
+    mixed = dataclasses.replace(made, rows=np.array([[0, 0], [1, 1], [0, 2]]))
+    assert allowed(mixed, settings, np.array([False, False, True])).tolist() == [True, True, False]
+
+
+def test_the_safest_is_the_cheapest_that_sends_everything() -> None:
+    made = evaluation([10, 9, 3], [1, 1, 0.9], safe=(0, 1))
+    settings = scenario.settings()
+    assert safest(made, settings) == 1
+    assert safest(made, settings, np.array([False, True, False])) == 0
+    assert safest(made, settings, np.array([True, True, False])) is None

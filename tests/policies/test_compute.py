@@ -85,3 +85,16 @@ def test_knots_that_coincide_give_either_of_them() -> None:
     low, high, share = bracket(np.log([1e-4, 1e-4 * (1 + 1e-16), 0.1]), np.log([1e-4, 1.0]))
     assert np.isfinite(share).all()
     assert (high == low + 1).all()
+
+
+@pytest.mark.parametrize("odd", [100.0, 0.0, math.nan, math.inf, -1.0])
+def test_one_odd_window_does_not_decide(odd: float) -> None:
+    usual = [sample(0.01, 1000, 1e-3, 1e-4)]
+    for number in (1, 2, 3):
+        model = ComputeModel([*usual * number, sample(0.01, 1000, odd, odd)])
+        assert seconds(model, 0.01, 1000) == pytest.approx(1e-3)
+
+
+def test_a_change_that_stays_is_followed() -> None:
+    model = ComputeModel([sample(0.01, 1000, 1e-3)] * 2 + [sample(0.01, 1000, 5e-3)] * 3)
+    assert seconds(model, 0.01, 1000) == pytest.approx(5e-3)

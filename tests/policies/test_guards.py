@@ -6,7 +6,7 @@ import pytest
 
 from gradpilot.policies.base import Outcome
 from gradpilot.policies.dwell import Dwell
-from gradpilot.policies.guards import judge, sane, settle
+from gradpilot.policies.guards import Verdict, judge, sane, settle, undo
 from gradpilot.protos.messages import BF16, DENSE
 from tests.policies import scenario
 
@@ -77,3 +77,22 @@ def test_a_probe_under_way_is_not_asked_again() -> None:
     assert "cannot tell" in settled.reason
     kept = Outcome("keep", "why")
     assert settle(kept, scenario.inputs(probing=7)) is kept
+
+
+def test_doubt_stops_every_switch() -> None:
+    inputs = scenario.inputs()
+    for current in ((), (DENSE,)):
+        verdict = judge(inputs, current, (BF16,), 0.9, permitted=False, doubt="odd numbers")
+        assert (verdict.switch, verdict.reason) == (False, "odd numbers")
+
+
+def test_the_reason_why_a_plan_must_go_is_told() -> None:
+    verdict = judge(scenario.inputs(), (DENSE,), (BF16,), -0.5, permitted=False, why="is banned")
+    assert verdict.reason == "the plan in force is banned"
+
+
+def test_undo_needs_somewhere_to_go() -> None:
+    assert undo((BF16,), (DENSE,), "it crawls") == Verdict(True, "undone: it crawls")
+    kept = undo((DENSE,), (DENSE,), "it crawls")
+    assert not kept.switch
+    assert "nothing safer" in kept.reason

@@ -143,7 +143,7 @@ def decide_in_a_row(
     decisions: int, *, kept: float = 0.4, mbit: float = 750.0, memory: bool = True
 ) -> tuple[list[tuple[int, str]], list[Inputs], list[Outcome]]:
     """Return switches (step, compressor), inputs and outcomes; a decision every 20 steps."""
-    base = scenario.inputs(mbit=mbit, settings=PolicySettings(gain_floor=0.05))
+    base = scenario.inputs(mbit=mbit, settings=PolicySettings(gain_floor=0.05, warm_floor=0.05))
     policy = POLICIES.get("adaptive")()
     option, since, history = DENSE, 0, History()
     switches, asked, answers = [], [], []

@@ -13,6 +13,7 @@ from gradpilot.policies.base import Operation
 from gradpilot.policies.cost import coefficients
 from gradpilot.policies.link import changed_operations, fit_link, wide_enough
 from gradpilot.protos.messages import COLLECTIVES, LinkEstimate
+from tests.policies import scenario
 
 N = 8
 
@@ -261,3 +262,19 @@ def test_anything_is_survived(
         assert link.alpha_seconds >= 0
         assert link.beta_seconds_per_byte >= 0
         assert math.isfinite(link.alpha_seconds + link.beta_seconds_per_byte)
+
+
+def test_what_a_rank_did_not_tell_counts_only_without_anything_newer() -> None:
+    good = scenario.operations(1e-3, 8e-9, 8, age=100.0)
+    late = tuple(
+        replace(o, transfer_seconds=100 * o.transfer_seconds, complete=False, age_seconds=1.0)
+        for o in good
+    )
+    near = tuple(replace(o, age_seconds=50.0) for o in late)
+    fitted = fit_link((*good, *near), 8)
+    assert fitted is not None
+    assert fitted.beta_seconds_per_byte == pytest.approx(8e-9, rel=0.01)
+    alone = fit_link(late, 8)
+    assert alone is not None
+    assert alone.beta_seconds_per_byte == pytest.approx(8e-7, rel=0.01)
+    assert fit_link((*good, *late), 8) != fit_link(good, 8)  # the whole ones are old

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from gradpilot.policies.base import Inputs
+from gradpilot.policies.base import BucketState, Inputs
 from gradpilot.policies.history import History
 from gradpilot.policies.importance import Importance
 from gradpilot.policies.problem import Space
-from gradpilot.policies.protection import explain, look, refine, snr, warm_up
+from gradpilot.policies.protection import bare_sq, explain, look, refine, snr, warm_up
 from gradpilot.policies.warm_up import STABLE_LOOKS
 from gradpilot.protos.messages import BF16, DENSE, LinkEstimate, Option
 from tests.policies import scenario
@@ -103,3 +103,25 @@ def test_nothing_is_offered_that_skips_before_the_run_is_warm() -> None:
     assert given.history.warmth.warm
     assert any(head.skip for head in Space(given, LINK).heads)
     assert explain(given, (DENSE,), Importance()) == []
+
+
+@pytest.mark.parametrize(
+    ("gradient", "residual", "bare"), [(5.0, 4.0, 1.0), (5.0, -1.0, 5.0), (5.0, 9.0, 5.0)]
+)
+def test_the_residual_is_taken_out_of_the_gradient(
+    gradient: float, residual: float, bare: float
+) -> None:
+    assert bare_sq(BucketState(gradient_sq=gradient, residual_sq=residual)) == bare
+
+
+def test_a_residual_that_builds_up_is_no_change_of_the_gradient() -> None:
+    given = inputs()
+    warmth = given.history.warmth
+    for residual in (-1.0, 4.0, 20.0, 36.0, 40.0):
+        buckets = tuple(
+            replace(s, gradient_sq=4.0 + max(residual, 0.0), residual_sq=residual)
+            for s in given.buckets
+        )
+        history = replace(given.history, warmth=warmth)
+        warmth = warm_up(replace(given, buckets=buckets, history=history), -1.0)
+    assert warmth.stable == 4
