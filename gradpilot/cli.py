@@ -24,6 +24,8 @@ DEFAULT_ADDRESS = "127.0.0.1:47800"
 _PROGRAMS: dict[str, tuple[str, str, str]] = {
     "controller": ("gradpilot.controller.server", "controller", "run the controller"),
     "demo": ("gradpilot.demo.run", "demo", "train on this machine over an emulated link"),
+    "simulate": ("gradpilot.simulate.run", "controller", "try policies on a simulated network"),
+    "replay": ("gradpilot.simulate.replay", "controller", "take stored decisions again"),
 }
 
 
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("unpin", _order, "let the policy choose again", one_run).set_defaults(order="unpin")
     add("freeze", _order, "keep the present plan", one_run).set_defaults(order="freeze")
     add("resume", _order, "take decisions again", one_run).set_defaults(order="resume")
-    policies = add("policies", _policies, "list policies", None)
+    policies = add("policies", _policies, "list policies: what decides, and by what", None)
     policies.add_argument("--output", choices=("text", "json"), default="text")
     for name, text in (
         ("compressors", "list compressors with their settings"),
@@ -195,14 +197,23 @@ def _policies(arguments: argparse.Namespace) -> int:
 
     from gradpilot.policies.base import POLICIES
 
-    texts = {
-        name: (inspect.getdoc(POLICIES.get(name)) or "").split("\n")[0] for name in POLICIES.names()
-    }
+    entries = [
+        {
+            "name": name,
+            "summary": (inspect.getdoc(policy) or "").split("\n")[0],
+            "source": policy.source,
+            "grain": policy.grain,
+            "uses": policy.uses,
+        }
+        for name, policy in ((name, POLICIES.get(name)) for name in POLICIES)
+    ]
     if arguments.output == "json":
-        print(json.dumps([{"name": name, "summary": text} for name, text in texts.items()]))
+        print(json.dumps(entries))
         return 0
-    for name, text in texts.items():
-        print(f"{name:12} {text}")
+    for entry in entries:
+        print(f"{entry['name']:12} {entry['summary']}")
+        print(f"  {entry['grain']}; {entry['source']}")
+        print(f"  uses {', '.join(entry['uses']) or 'nothing measured'}")
     return 0
 
 

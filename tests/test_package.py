@@ -16,7 +16,7 @@ import pytest
 import gradpilot
 from tests.project import LINKS, ROOT, project_files
 
-SHIPPED = {".py", ".pyi", ".proto", ".typed"}
+SHIPPED = {".py", ".pyi", ".proto", ".typed", ".json"}
 """Suffixes of files that belong into the wheel."""
 
 PUBLIC = ["Handle", "attach", "__version__"]

@@ -57,6 +57,7 @@ TESTED_ELSEWHERE = {
     "bench/_compressor_jobs.py": "tests/bench/test_compressors.py",
     "bench/_gradients.py": "tests/bench/test_compressors.py",
     "bench/_memory.py": "tests/bench/test_compressors.py",
+    "bench/_recorded_tasks.py": "tests/bench/test_record_gradients.py",
     "bench/_rounds.py": "tests/bench/test_compressors.py",
     "bench/_verdicts.py": "tests/bench/test_compressors.py",
     "worker_agent/compressors/_agreed.py": "tests/worker_agent/compressors/test_randomk.py",
@@ -85,7 +86,12 @@ TESTED_ELSEWHERE = {
 }
 """Modules without a test file of their own, and the one that tests them."""
 
-WHOLE = {"gradpilot/demo/": "tests/demo", "bench/claims/": "tests/bench"}
+WHOLE = {
+    "gradpilot/demo/": "tests/demo",
+    "gradpilot/simulate/": "tests/simulate",
+    "bench/claims/": "tests/bench",
+    "bench/efficiency_runs/": "tests/bench",
+}
 """Programs whose parts serve nothing else: tested as a whole, in that folder."""
 
 FORBIDDEN = {

@@ -133,10 +133,25 @@ def test_a_controller_that_is_not_there_is_named(capsys: pytest.CaptureFixture[s
     assert "no controller answers at 127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_policies_and_version_need_no_controller(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_need_no_controller(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["policies", "--output", "json"]) == 0
-    names = {policy["name"] for policy in json.loads(capsys.readouterr().out)}
-    assert {"adaptive", "fixed"} <= names
+    policies = json.loads(capsys.readouterr().out)
+    ours = {"adaptive", "fixed"}
+    published = {"accordion", "flexible", "gravac", "kimad", "lgreco"}
+    assert ours | published <= {policy["name"] for policy in policies}
+    assert cli.main(["policies"]) == 0
+    text = capsys.readouterr().out
+    for policy in policies:
+        assert set(policy) == {"name", "summary", "source", "grain", "uses"}
+        assert f"{policy['name']:12} {policy['summary']}\n" in text
+        assert f"  {policy['grain']}; {policy['source']}\n" in text
+        assert all(used in text for used in policy["uses"])
+        assert policy["uses"] or policy["name"] == "fixed"
+        if policy["name"] in published:
+            assert "20" in policy["source"]  # a paper has a year
+
+
+def test_version_needs_no_controller(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == f"gradpilot {gradpilot.__version__}\n"
 

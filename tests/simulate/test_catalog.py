@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradpilot.protos.messages import Catalog
+from gradpilot.protos.validate import validate_catalog
+from gradpilot.simulate.catalog import compute_samples, families
+from gradpilot.simulate.jobs import JOBS, make_job
+from gradpilot.worker_agent import catalog
+from gradpilot.worker_agent.buckets import Slot
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+@pytest.mark.parametrize("name", JOBS)
+def test_it_is_the_catalog_of_the_agents(name: str, ranks: int) -> None:
+    """If this fails, the agents can do something else now: record it again."""
+    layout = make_job(name).layout
+    slots = tuple(
+        Slot(b, (b.fingerprint,), ((0, b.elements),), (torch.Size([b.elements]),))
+        for b in layout.buckets
+    )
+    assert families(layout, ranks) == catalog.families(slots, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 1024])
+def test_a_controller_takes_it(ranks: int) -> None:
+    layout = make_job("transformer").layout
+    validate_catalog(Catalog(layout, families(layout, ranks), compute_samples(ranks, 0.1)))
+
+
+def test_costs_grow_with_ranks_only_behind_an_all_gather() -> None:
+    few, many = compute_samples(8), compute_samples(1024)
+    for one, other in zip(few, many, strict=True):
+        assert one.compress_seconds == other.compress_seconds
+        assert 0 <= one.decompress_seconds <= other.decompress_seconds
+    large = [s for s in many if s.compressor == "topk" and s.ratio == 0.1][-1]
+    small = [s for s in few if s.compressor == "topk" and s.ratio == 0.1][-1]
+    assert large.decompress_seconds > 20 * small.decompress_seconds
+    scaled = compute_samples(8, 0.5)
+    assert scaled[0].compress_seconds == pytest.approx(0.5 * few[0].compress_seconds)
