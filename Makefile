@@ -16,7 +16,7 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-solver clean
+	bench-compressors bench-claims bench-efficiency bench-solver clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -27,9 +27,10 @@ install: $(DEV)  ## make .venv with everything for development, pinned
 demo: $(RUN)  ## train a small job on an emulated slow link and watch plans change
 	@$(BIN)/python -m gradpilot.demo
 
+# Two workers: tests/conftest.py says what may run beside what.
 # The outer limit ends a test that blocks where pytest-timeout cannot interrupt it.
 test: $(DEV)  ## run all tests; PYTEST_ARGS adds arguments
-	@timeout --kill-after=30 $(SECONDS_FOR_TESTS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@timeout --kill-after=30 $(SECONDS_FOR_TESTS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup $(PYTEST_ARGS)
 
 lint: $(DEV)  ## check style, types and layers
 	$(BIN)/ruff check .
@@ -57,6 +58,9 @@ bench-compressors: $(DEV)  ## time all compressors; writes bench/results/compres
 
 bench-claims: $(DEV)  ## try the claims of the papers; writes bench/results/claims.json
 	$(BIN)/python -m bench.claims
+
+bench-efficiency: $(DEV)  ## train to see what compression costs in steps; writes bench/results/efficiency.json
+	$(BIN)/python -m bench.efficiency
 
 bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
 	$(BIN)/python -m bench.solver
