@@ -22,6 +22,7 @@ from gradpilot.worker_agent.coordinator import FIRST_INTERVAL, Coordinator
 from gradpilot.worker_agent.division import DivisionRule
 from gradpilot.worker_agent.handle import Handle, counters_of
 from gradpilot.worker_agent.hook import Pipeline, hook
+from gradpilot.worker_agent.loss_scale import LossScale, Scaler
 from gradpilot.worker_agent.meeting import meet
 from gradpilot.worker_agent.nodes import NodeTeams
 from gradpilot.worker_agent.plan import ActivePlan
@@ -39,6 +40,7 @@ def attach(
     seed: int | None = None,
     start: Option = DENSE,
     wire: Callable[[dist.ProcessGroup], Wire] = Wire,
+    grad_scaler: Scaler | None = None,
     **settings: Any,
 ) -> Handle:
     """Put a DDP model under control. Two lines of code: this, after wrapping the model.
@@ -58,6 +60,8 @@ def attach(
         seed: Seed of every random choice.
         start: Option of all buckets until the first plan.
         wire: Makes the driver; another one emulates a link.
+        grad_scaler: The ``GradScaler`` that scales this model's loss, if one does: what was not
+            sent yet follows its scale. Its checkpoint and the handle's belong together.
         **settings: Other fields of ``AgentConfig``.
 
     Returns:
@@ -165,6 +169,7 @@ def attach(
         device=device,
         seed=config.seed,
         statistics_steps=config.statistics_steps,
+        loss_scale=LossScale(grad_scaler),
     )
     if link is not None:
 

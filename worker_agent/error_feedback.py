@@ -108,6 +108,16 @@ class ResidualStore:
                 self._spare[key] = residual
         self._staged.clear()
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals, as the loss scale was; between two steps only.
+
+        What would exceed the range of its dtype is held at the limit: an infinite residual would
+        make every step after it non-finite.
+        """
+        for residual in self._committed.values():
+            limit = torch.finfo(residual.dtype).max
+            residual.mul_(factor).clamp_(-limit, limit)
+
     def keep_only(self, slots: Sequence[Slot]) -> None:
         """Drop what belongs to no bucket of the present layout, and count what is lost."""
         present = {slot.key for slot in slots}

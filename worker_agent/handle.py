@@ -31,7 +31,7 @@ log = logging.getLogger("gradpilot.agent")
 CHILD_SECONDS = 0.9
 """How long the exit may wait for an embedded controller to end."""
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Version of ``Handle.state_dict``; raised when an old reader could misread it."""
 
 _open: set[Handle] = set()
@@ -119,6 +119,7 @@ class Handle:
             "version": STATE_VERSION,
             "world_size": self._pipeline.world_size,
             "step": self._pipeline.step,
+            "loss_scale": self._pipeline.loss_scale.value,
             "plan": to_json(self.plan),
             "residuals": self._pipeline.residuals.state_dict(),
             "memories": self._pipeline.memories.state_dict(),
@@ -142,6 +143,7 @@ class Handle:
         plan = from_json(Plan, state["plan"])
         if state["world_size"] == self._pipeline.world_size:
             self._coordinator.restore(plan)
+            self._pipeline.loss_scale.restore(float(state["loss_scale"]))
             self._pipeline.residuals.load_state_dict(state["residuals"])
             self._pipeline.memories.load_state_dict(state["memories"])
             return

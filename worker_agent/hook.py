@@ -29,6 +29,7 @@ from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
 from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.error_feedback import ResidualStore
+from gradpilot.worker_agent.loss_scale import LossScale
 from gradpilot.worker_agent.memory import MemoryStore
 from gradpilot.worker_agent.plan import ActivePlan, Given
 from gradpilot.worker_agent.reporting import BucketStatistics, WindowRecorder
@@ -93,6 +94,7 @@ class Pipeline:
         divides: Whether DDP itself would divide a bucket, see ``division``.
         device: Where the gradients are.
         seed: Seed of every random choice, the same on all ranks.
+        loss_scale: Scale of the gradients.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Pipeline:
         device: torch.device,
         seed: int,
         statistics_steps: int = 50,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        self.loss_scale = loss_scale or LossScale()
         self.residuals = ResidualStore()
         self.memories = MemoryStore()
         self.step = 0
@@ -331,6 +335,10 @@ class Pipeline:
         probe = self._coordinator.begin_step(self.step)
         if probe is not None:
             self._run_probe(probe)
+        factor = self.loss_scale.look()
+        if factor != 1.0:
+            self.residuals.rescale(factor)
+            self.memories.rescale(factor)
         plan = self._coordinator.active
         self._report(self._recorder.set_plan(plan.plan.key))
         self._recorder.begin_step(self.step, time.monotonic())
@@ -444,15 +452,16 @@ class Pipeline:
         assert work.corrected is not None
         start = time.monotonic()
         corrected_sq = squared_norm(work.corrected)
+        unscaled = self.loss_scale.value**-2
         self._recorder.bucket_statistics(
             work.slot.index,
             BucketStatistics(
                 gain=gain(estimate.sent, corrected_sq),
-                gradient_sq=corrected_sq,
-                residual_sq=self.residuals.squared_norm(work.slot),
+                gradient_sq=corrected_sq * unscaled,
+                residual_sq=self.residuals.squared_norm(work.slot) * unscaled,
                 energy=energy_curve(work.corrected),
                 magnitudes=magnitudes(work.corrected),
-                mean_sq=squared_norm(estimate.mean),
+                mean_sq=squared_norm(estimate.mean) * unscaled,
             ),
         )
         self._statistics_seconds += time.monotonic() - start

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from gradpilot.protos.messages import Option
-from gradpilot.worker_agent.compressors.base import NOTHING
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, NOTHING
 
 Owner = str
 """A compressor with its settings, as text: memories must outlive a process in a checkpoint."""
@@ -62,6 +62,13 @@ class MemoryStore:
     def discard(self) -> None:
         """Forget the staged memories; those of the step before stay."""
         self._staged.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what grows with the gradient, as the loss scale was; between two steps only."""
+        for bucket, (owner, held) in self._committed.items():
+            linear = COMPRESSORS.get(owner.split()[0]).linear_memory
+            scaled = {name: t * factor if name in linear else t for name, t in held.items()}
+            self._committed[bucket] = (owner, scaled)
 
     def keep_only(self, buckets: Iterable[str]) -> None:
         """Drop the memories of buckets that are no more."""

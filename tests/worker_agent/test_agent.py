@@ -175,7 +175,7 @@ def test_another_world_size_keeps_the_step_and_drops_residuals_by_count() -> Non
 
 
 def test_a_state_of_another_version_is_refused() -> None:
-    assert run_ranks(_foreign_state, 1) == ["expected agent state of version 2, got 7"]
+    assert run_ranks(_foreign_state, 1) == ["expected agent state of version 3, got 7"]
 
 
 def _foreign_state(rank: int) -> str:

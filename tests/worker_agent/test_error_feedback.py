@@ -159,3 +159,12 @@ def test_the_state_survives_a_checkpoint_bit_for_bit_in_another_layout() -> None
     for slot in _slots(BucketTable(parameters.items()), parameters, [[1], [0]]):
         resumed.place(slot)
     assert _by_name(resumed) == _by_name(store)
+
+
+def test_rescaling_follows_a_loss_scale_within_the_range_of_the_dtype() -> None:
+    store, slot = _one_bucket(2)
+    store.stage(slot, torch.tensor([6e4, 1.0], dtype=torch.float16))
+    store.commit()
+    store.rescale(2.0)
+    corrected = store.corrected(slot, torch.zeros(2, dtype=torch.float16))
+    assert corrected.tolist() == [65504.0, 2.0]

@@ -148,6 +148,8 @@ class Compressor(ABC):
             ``single_round``, its payload without feedback must be the gradient's own storage.
         single_round: Whether it asks for exactly one all-reduce, so that the backend may carry
             several buckets at once without a communication thread.
+        linear_memory: Names in ``Estimate.memory`` of what grows with the gradient; multiplied when
+            the loss scale changes.
         calibrated: Whether ``efficiency_exponent`` was fitted to training runs. Policies choose by
             it, so only calibrated compressors are offered to them; the others can be pinned.
         gain_model: See ``messages.Family``.
@@ -161,6 +163,7 @@ class Compressor(ABC):
     reduce_scatter: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     single_round: ClassVar[bool] = False
+    linear_memory: ClassVar[tuple[str, ...]] = ()
     calibrated: ClassVar[bool] = False
     gain_model: ClassVar[str] = "constant"
     gain_factor: ClassVar[float] = 1.0

@@ -61,6 +61,7 @@ class Dgc(Compressor):
     source: ClassVar[str] = "Lin et al. 2018 (DGC); selection as in the authors' code"
     exchange = "all_gather"
     fixed_wire = False
+    linear_memory: ClassVar[tuple[str, ...]] = ("velocity", "residual")
     gain_model: ClassVar[str] = "energy"
 
     ratio: float = kept_fraction(0.01)
