@@ -135,7 +135,8 @@ def _grouped() -> list[tuple[tuple[Setting, ...], list[Compressor]]]:
 def _dry_run(compressor: Compressor, grad: Tensor, world_size: int) -> tuple[float, float]:
     """Return compress and decompress seconds of one run with made-up replies."""
     feedback = not compressor.lossless
-    at = At(rank=0, world_size=world_size, step=0, feedback=feedback)
+    out = torch.zeros_like(grad)  # stands for the bucket's own buffer
+    at = At(rank=0, world_size=world_size, step=0, feedback=feedback, out=out)
     compress, mark = 0.0, _now(grad)
     work = grad.clone()  # stands for adding the residual, which the hook counts as compression
     rounds = compressor.rounds(work, at)

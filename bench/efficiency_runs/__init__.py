@@ -1,0 +1,1 @@
+"""Parts of ``bench.efficiency``: tasks, methods, trainings, the sweep and what follows from it."""
