@@ -16,7 +16,7 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-efficiency bench-solver clean
+	bench-compressors bench-claims bench-efficiency bench-netlab bench-solver clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -61,6 +61,9 @@ bench-claims: $(DEV)  ## try the claims of the papers; writes bench/results/clai
 
 bench-efficiency: $(DEV)  ## train to see what compression costs in steps; writes bench/results/efficiency.json
 	$(BIN)/python -m bench.efficiency
+
+bench-netlab: $(DEV)  ## measure emulated links (as root); writes bench/results/netlab.json
+	$(BIN)/python -m bench.netlab.measure
 
 bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
 	$(BIN)/python -m bench.solver

@@ -16,8 +16,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,11 +37,22 @@ from gradpilot.simulate.world import World
 
 KINDS = ("constant", "steps", "walk", "diurnal", "burst", "c1", "c2")
 RANKS = (4, 8, 64, 1024)
+FEWER = (4, 8, 64)
+"""Where rivals are run, and where the time to an answer is measured."""
+
 RIVALS = ("flexible", "accordion", "gravac", "kimad")
+MORE = {"flexible": ("tree",)}
+"""Carriers that a method is about beside those that everyone may choose."""
+
 TRACES = 60
 PERIODS = 40
-LOOKS = 4
+LOOKS = 2
 """Decisions in a decision period; a plan can come into force only once in it."""
+
+EARLY = 2
+EARLY_SECONDS = 150.0
+"""Decision periods, and most seconds, at the begin of a job, in which decisions are as frequent as
+in production."""
 
 LARGE = 64
 """From so many ranks on the collectives are NCCL's: nobody runs gloo there."""
@@ -67,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--traces", type=int, default=TRACES, help="traces, kinds in turn")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no further trace after so long"
+    )
     parser.add_argument("--quick", action="store_true", help="a few small cases, for tests")
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
@@ -80,15 +94,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             for model in JOBS
             for ranks in RANKS
         ]
-        changes = [(ranks, factor) for ranks in RANKS for factor in (0.5, 2.0)]
-    if arguments.workers > 1:
-        with ProcessPoolExecutor(arguments.workers) as pool:
-            cases = [row for rows in pool.map(measure, places) for row in rows]
-    else:
-        cases = [row for place in places for row in measure(place)]
+        changes = [(ranks, factor) for ranks in FEWER for factor in (0.5, 2.0)]
+    cases: list[dict[str, Any]] = []
+    traces = 0
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        # One trace after another, so that a run that is cut short has whole ones.
+        for traces, (_, some) in enumerate(groupby(places, lambda p: (p.kind, p.seed)), 1):
+            cases += [row for rows in pool.map(measure, some) for row in rows]
+            print(f"{traces} traces, {time.monotonic() - begun:.0f} s", flush=True)
+            if time.monotonic() - begun > 60 * arguments.minutes:
+                break
     answers = [row for ranks, factor in changes for row in reactions(ranks, factor)]
     rows = [*summaries(cases), *answers]
-    options = f" --traces {arguments.traces}" if arguments.traces != TRACES else ""
+    options = f" --traces {traces}" if traces != TRACES and not arguments.quick else ""
     options += " --quick" if arguments.quick else ""
     path = results_file.write(
         "decisions",
@@ -98,16 +116,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         verdicts(cases, answers),
         arguments.output,
     )
-    print(f"{path}: {len(places)} cases, {time.monotonic() - begun:.0f} s")
+    print(f"{path}: {traces} traces, {time.monotonic() - begun:.0f} s")
 
 
 # --- cases -------------------------------------------------------------------------------------
 
 
-def contenders() -> tuple[Contender, ...]:
-    """Return every policy that there is, and the two plain plans."""
-    adapting = tuple(Contender(name) for name in POLICIES.names() if name != "fixed")
-    return (Contender("fixed", DENSE), Contender("fixed", BF16), *adapting)
+def contenders(ranks: int) -> tuple[Contender, ...]:
+    """Return every policy that changes plans, with many ranks only ``adaptive``."""
+    return tuple(
+        Contender(name, collectives=(*PolicySettings().collectives, *MORE.get(name, ())))
+        for name in POLICIES.names()
+        if name == "adaptive" or (name != "fixed" and ranks in FEWER)
+    )
 
 
 def case_at(place: Place) -> Case:
@@ -124,11 +145,15 @@ def case_at(place: Place) -> Case:
 
 
 def pace(period: float) -> Timing:
-    """Return when to report and decide: a few times a decision period, for more has no effect."""
+    """Return when to report and decide: as a controller does at first, later thinned out.
+
+    More decisions than a few in a decision period have no effect but on what they cost here; while
+    a run warms up each of them counts.
+    """
     usual = Timing()
-    return Timing(
-        max(usual.report_seconds, period / (2 * LOOKS)), max(usual.decision_seconds, period / LOOKS)
-    )
+    thin = max(period / (LOOKS * usual.decision_seconds), 1.0)
+    early = min(EARLY * period, EARLY_SECONDS)
+    return replace(usual, thin_after=early, thin=thin, late=PERIODS * period)
 
 
 def typical_step(world: World, trace: Trace) -> float:
@@ -143,7 +168,13 @@ def typical_step(world: World, trace: Trace) -> float:
 def measure(place: Place) -> list[dict[str, Any]]:
     """Return a row for every contender in one case."""
     case = case_at(place)
-    found = compare(case, contenders())
+    found = compare(case, contenders(place.ranks))
+    plain = {}
+    for option in (DENSE, BF16):  # in force from the first step on: nothing has to be decided
+        plan = (option,) * len(case.world.job.layout.buckets)
+        driver = Driver(case, Weather(case.world, case.noise, case.seed))
+        plain[Contender("fixed", option).name] = driver.fixed(plan)
+    found = replace(found, results={**plain, **found.results})
     return [_row(place, found, name) for name in found.results]
 
 
@@ -272,7 +303,8 @@ def verdicts(
 def _best_rival(cases: Sequence[dict[str, Any]]) -> tuple[str, float] | None:
     """Return the rival with the least time on changing networks, over adaptive's."""
     changing = [row for row in cases if row["kind"] != "constant"]
-    own = [row["seconds"] for row in changing if row["policy"] == "adaptive"]
+    among = [row for row in changing if row["ranks"] in FEWER]
+    own = [row["seconds"] for row in among if row["policy"] == "adaptive"]
     ratios = {}
     for name in RIVALS:
         seconds = [row["seconds"] for row in changing if row["policy"] == name]

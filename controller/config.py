@@ -85,6 +85,12 @@ class PolicyConfig(BaseModel):
         description="of statistical loss, compression, synchronisation (weighted)",
     )
     gain_floor: float = Field(default=0.3, ge=0, le=1, description="least expected gain, [0, 1]")
+    gain_band: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="share of the floor by which a plan in force may fall below it",
+    )
     warm_floor: float = Field(
         default=0.7,
         ge=0,
@@ -113,7 +119,12 @@ class PolicyConfig(BaseModel):
         gt=0,
         description="largest residual that is put up with, in gradients (squared norms)",
     )
-    interval: int = Field(default=50, ge=1, description="decision step N of the plans made")
+    interval: int = Field(
+        default=50, ge=1, description="decision step N of the plans made, at most"
+    )
+    interval_seconds: float = Field(
+        default=5.0, gt=0, description="the same in seconds: fewer steps if they are slow"
+    )
     fixed: OptionConfig = Field(default=OptionConfig(), description="option of the policy 'fixed'")
     per_bucket: bool = Field(default=False, description="whether buckets may get different options")
     solver_seconds: float = Field(default=1.0, gt=0, description="wall-clock cap of one solve")

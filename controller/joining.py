@@ -6,6 +6,7 @@ same operation on all ranks: the minimum over ranks is transfer, the rest is str
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -29,6 +30,9 @@ PLACES = 8192
 PER_PLACE = 8
 """Waits remembered of one of them."""
 
+LATE_MEMORY = 32
+"""Operations over which the lateness of a rank is averaged."""
+
 MAX_AGE_SECONDS = 1800.0
 """Older operations say nothing about the link of today."""
 
@@ -41,6 +45,7 @@ class _Pending:
     kind: _Kind
     since: float
     seconds: dict[int, float] = field(default_factory=dict)
+    overlapped: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class _Joined:
     straggle: float
     received: float
     complete: bool
+    overlapped: float
 
 
 class OperationJoiner:
@@ -61,6 +67,7 @@ class OperationJoiner:
         self._done: OrderedDict[_Key, None] = OrderedDict()
         self._joined: OrderedDict[_Kind, deque[_Joined]] = OrderedDict()
         self._waits: OrderedDict[tuple[int, int], deque[tuple[int, float]]] = OrderedDict()
+        self._late: dict[int, tuple[int, float]] = {}
 
     def add(self, rank: int, samples: Iterable[WireSample], now: float, expected: int) -> None:
         """Take the samples of one rank.
@@ -81,6 +88,7 @@ class OperationJoiner:
                 self._finish(key, None)
                 continue
             pending.seconds[rank] = sample.seconds
+            pending.overlapped = min(pending.overlapped, sample.overlapped_seconds)
             if len(pending.seconds) >= expected:
                 self._finish(key, now, complete=True)
         while len(self._pending) > PENDING:
@@ -99,6 +107,7 @@ class OperationJoiner:
         self._done.clear()
         self._joined.clear()
         self._waits.clear()
+        self._late.clear()
 
     def straggle(self, since_step: int) -> float:
         """Return what the median rank waits in the collectives of a step for slower ranks, seconds.
@@ -113,6 +122,16 @@ class OperationJoiner:
             seconds = [wait for step, wait in waits if step >= since_step]
             total += statistics.median(seconds) if seconds else 0.0
         return total
+
+    def slowest(self) -> tuple[int, float]:
+        """Return the rank that the others wait for most and how late it is; (-1, 0) if unknown.
+
+        Who comes last to a collective waits least in it, so a rank is late by the longest time of
+        all less its own; of that the moving average over ``LATE_MEMORY`` operations.
+        """
+        known = {rank: late for rank, (count, late) in self._late.items() if count >= PER_PLACE}
+        rank = max(known, key=lambda r: (known[r], -r), default=-1)
+        return (rank, known[rank]) if rank >= 0 and known[rank] > 0 else (-1, 0.0)
 
     def recent(self, now: float) -> tuple[Operation, ...]:
         """Return the joined operations, oldest first."""
@@ -129,6 +148,7 @@ class OperationJoiner:
                 straggle_seconds=j.straggle,
                 age_seconds=max(now - j.received, 0.0),
                 complete=j.complete,
+                overlapped_seconds=j.overlapped,
             )
             for j in kept
         )
@@ -148,11 +168,20 @@ class OperationJoiner:
         transfer = min(pending.seconds.values())
         straggle = statistics.median(pending.seconds.values()) - transfer
         kind = self._joined.setdefault(pending.kind, deque(maxlen=PER_KIND))
-        kind.append(_Joined(key[0], pending.kind, transfer, straggle, received, complete))
+        overlapped = pending.overlapped
+        kind.append(
+            _Joined(key[0], pending.kind, transfer, straggle, received, complete, overlapped)
+        )
         self._joined.move_to_end(pending.kind)
         if len(self._joined) > KINDS:
             self._joined.popitem(last=False)
         step, bucket, number = key
+        if bucket >= 0 and complete:
+            longest = max(pending.seconds.values())
+            for rank, seconds in pending.seconds.items():
+                count, late = self._late.get(rank, (0, 0.0))
+                count = min(count + 1, LATE_MEMORY)
+                self._late[rank] = (count, late + (longest - seconds - late) / count)
         if bucket >= 0:  # no probe
             place = (bucket, number)
             self._waits.setdefault(place, deque(maxlen=PER_PLACE)).append((step, straggle))

@@ -77,6 +77,13 @@ def _bandwidth(view: View) -> float | None:
     return 1 / link.beta_seconds_per_byte if link and link.beta_seconds_per_byte > 0 else None
 
 
+def _prediction_ratio(view: View) -> float | None:
+    predicted = view.run.predicted_step_seconds
+    if view.measured is None or not (predicted > 0 and view.measured.step_seconds > 0):
+        return None
+    return view.measured.step_seconds / predicted
+
+
 def _kept_ratio(view: View) -> float | None:
     plan, layout = view.plan, view.run.layout
     if plan is None or layout is None:
@@ -94,6 +101,11 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
         "predicted_step_seconds",
         "Step time that the newest decision predicts for the plan in force.",
         lambda v: _known(v.run.predicted_step_seconds),
+    ),
+    (
+        "step_prediction_ratio",
+        "Measured step time over the one that the newest decision predicts for the plan in force.",
+        _prediction_ratio,
     ),
     ("compute_seconds", "Step time less exposed time, slowest rank.", _measured("compute_seconds")),
     (
@@ -316,6 +328,16 @@ def _labelled(rows: Rows) -> Iterator[Metric]:
     seconds = HistogramMetricFamily(
         f"{PREFIX}decision_seconds", "Time that deciding took.", labels=RUN_LABELS
     )
+    errors = HistogramMetricFamily(
+        f"{PREFIX}step_prediction_error_ratio",
+        "How far measured step times were from those predicted a decision before, as a share.",
+        labels=RUN_LABELS,
+    )
+    recent = GaugeMetricFamily(
+        f"{PREFIX}recent_prediction_error_ratio",
+        "Median of the newest of these errors by the compressor of the plan.",
+        labels=(*RUN_LABELS, "compressor"),
+    )
     for labels, view in rows:
         if view.option is not None:
             info.add_metric((*labels, label(view.option.compressor), view.option.collective), 1)
@@ -325,10 +347,15 @@ def _labelled(rows: Rows) -> Iterator[Metric]:
             refused.add_metric((*labels, reason), view.run.refused[reason])
         for cause in CAUSES:
             undone.add_metric((*labels, cause), view.run.decisions.undone[cause])
-        stats = view.run.decisions
-        seconds.add_metric(labels, stats.histogram(), sum_value=stats.seconds)
+        spent, off = view.run.decisions.seconds, view.run.predictions.errors
+        seconds.add_metric(labels, spent.rows(), sum_value=spent.sum)
+        errors.add_metric(labels, off.rows(), sum_value=off.sum)
+        for compressor, error in view.run.predictions.by_compressor().items():
+            recent.add_metric((*labels, label(compressor)), error)
     yield info
     yield decisions
     yield refused
     yield undone
     yield seconds
+    yield errors
+    yield recent

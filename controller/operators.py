@@ -14,6 +14,7 @@ from gradpilot.controller.runs import Runs
 from gradpilot.controller.sessions import Outbox, Sessions
 from gradpilot.controller.store import Store
 from gradpilot.errors import ConfigError
+from gradpilot.protos.jsoncodec import to_json
 from gradpilot.protos.messages import (
     Decision,
     Done,
@@ -52,13 +53,18 @@ class Operators:
         return views.detail(await self._find(ref))
 
     async def explain(self, ref: RunRef) -> Decision:
-        """Return a decision, the newest if ``ref.decision`` is negative."""
+        """Return a decision, the newest if negative, with what became of the plan after it."""
         run = await self._find(ref)
         decision = await self._store.decision(run.run, run.model, ref.decision)
         if decision is None:
             which = "no decision yet" if ref.decision < 0 else f"no decision {ref.decision}"
             raise NotFoundError(f"run {run.run!r} model {run.model!r} has {which}")
-        return decision
+        run.look()
+        since = run.aftermath.find(decision.id)
+        if since is None:
+            since = await self._store.since(run.run, run.model, decision.id)
+            since = run.aftermath.find(since.id) or since if since is not None else None
+        return replace(decision, since_json=to_json(since)) if since is not None else decision
 
     @contextlib.asynccontextmanager
     async def watching(self, ref: RunRef) -> AsyncIterator[Outbox[Decision]]:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gradpilot.controller.aftermath import Aftermath
 from gradpilot.controller.config import ControllerConfig
 from gradpilot.controller.errors import StoreError
+from gradpilot.controller.plans import decision_interval, plan_label
 from gradpilot.controller.probing import patience
 from gradpilot.controller.run import Run
 from gradpilot.controller.runs import Runs
@@ -22,9 +24,12 @@ from gradpilot.controller.sessions import Sessions
 from gradpilot.controller.solver import Solver
 from gradpilot.controller.store import Store
 from gradpilot.controller.totals import OUTCOMES
+from gradpilot.controller.views import to_store
 from gradpilot.errors import ConfigError, GradpilotError
 from gradpilot.policies.base import Inputs, Outcome
 from gradpilot.policies.guards import settle
+from gradpilot.protos.explanations import Since
+from gradpilot.protos.jsoncodec import to_json
 from gradpilot.protos.messages import (
     Assignment,
     Decision,
@@ -114,7 +119,7 @@ class Planner:
             StoreError: It could not be stored.
         """
         async with run.lock:
-            await self._store.save_run(replace(run.stored(), pinned=option))
+            await self._store.save_run(replace(to_store(run), pinned=option))
             run.pinned = option
             run.changes += 1
             return await self._apply_pin(run)
@@ -122,21 +127,21 @@ class Planner:
     async def unpin(self, run: Run) -> None:
         """Let the policy choose again, at once if the ranks have reported."""
         async with run.lock:
-            await self._store.save_run(replace(run.stored(), pinned=None))
+            await self._store.save_run(replace(to_store(run), pinned=None))
             run.pinned = None
         self._ask(run, "unpinned by an operator")
 
     async def freeze(self, run: Run) -> None:
         """Keep the plan; take no decisions."""
         async with run.lock:
-            await self._store.save_run(replace(run.stored(), frozen=True))
+            await self._store.save_run(replace(to_store(run), frozen=True))
             run.frozen = True
             run.changes += 1
 
     async def resume(self, run: Run) -> None:
         """Take decisions again."""
         async with run.lock:
-            await self._store.save_run(replace(run.stored(), frozen=False))
+            await self._store.save_run(replace(to_store(run), frozen=False))
             run.frozen = False
         self._ask(run, "resumed by an operator")
 
@@ -145,7 +150,8 @@ class Planner:
     async def _round(self) -> None:
         for run in self._runs.expire(time.monotonic()):
             self._waiting.discard(run)
-            await self._store.save_run(run.stored())
+            await self._store.save_run(to_store(run))
+            await self._store.save_since(run.run, run.model, run.aftermath.records())
             logger.info("run forgotten", extra={"run": run.run, "model": run.model})
         for run in tuple(self._waiting):
             if run.connected == 0 or run.frozen or run.pinned is not None:
@@ -208,13 +214,21 @@ class Planner:
                 chosen=outcome.chosen,
                 front=outcome.front,
                 seconds=seconds,
-                plan=self._plan(run, inputs.layout, options, self._config.policy, outcome.reason)
+                plan=self._plan(
+                    run,
+                    inputs.layout,
+                    options,
+                    self._config.policy,
+                    outcome.reason,
+                    outcome.chosen.step_seconds if outcome.chosen else inputs.step_seconds,
+                )
                 if options
                 else None,
                 inputs_json=text,
+                explanation_json=to_json(outcome.explanation) if outcome.explanation else "",
             )
             try:
-                await self._commit(run, decision, why)
+                await self._commit(run, decision, why, outcome.undone)
             except StoreError as error:
                 run.setbacks += 1
                 logger.error("decision not stored, so not sent: %s", error, extra=_where(run))
@@ -259,13 +273,26 @@ class Planner:
             outcome="pinned",
             reason=reason,
             link=run.link,
-            plan=self._plan(run, layout, (option,) * len(layout.buckets), PINNED, reason),
+            plan=self._plan(
+                run,
+                layout,
+                (option,) * len(layout.buckets),
+                PINNED,
+                reason,
+                measured.step_seconds if (measured := run.measured()) else 0.0,
+            ),
         )
         await self._commit(run, decision, reason)
         return decision
 
     def _plan(
-        self, run: Run, layout: Layout, options: Sequence[Option], policy: str, reason: str
+        self,
+        run: Run,
+        layout: Layout,
+        options: Sequence[Option],
+        policy: str,
+        reason: str,
+        step_seconds: float,
     ) -> Plan:
         buckets = zip(layout.buckets, options, strict=True)
         return Plan(
@@ -273,14 +300,19 @@ class Planner:
             id=run.plans.next_id,
             layout=layout.digest,
             assignments=tuple(Assignment(b.fingerprint, o) for b, o in buckets),
-            interval=self._settings.interval,
+            interval=decision_interval(self._settings, step_seconds),
             policy=policy,
             reason=reason,
         )
 
-    async def _commit(self, run: Run, decision: Decision, why: str) -> None:
+    async def _commit(self, run: Run, decision: Decision, why: str, undone: str = "") -> None:
         """Store, then publish: what an agent may have seen is on disk."""
-        await self._store.save_decision(decision)
+        since = _begin(run, decision, undone) if decision.plan is not None else None
+        records = run.aftermath.records()
+        await self._store.save_decision(decision, records if since is None else (*records, since))
+        run.aftermath.stored()
+        if since is not None:
+            run.aftermath.sent(since)
         run.record(decision, time.monotonic())
         if decision.plan is not None and run.plans.newest is decision.plan:
             self._sessions.send(run, decision.plan)
@@ -297,6 +329,13 @@ class Planner:
                 "seconds": round(decision.seconds, 4),
             },
         )
+
+
+def _begin(run: Run, decision: Decision, undone: str) -> Since:
+    before, start, measured = run.in_force(), run.start(), run.look()
+    label = plan_label(before) if before is not None else start.label if start is not None else ""
+    seconds = measured.step_seconds if measured is not None else 0.0
+    return Aftermath.begin(decision, label, seconds, undone)
 
 
 def _checked(outcome: Outcome, inputs: Inputs) -> tuple[Option, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 
+from gradpilot.policies.base import PolicySettings
 from gradpilot.protos.messages import Layout, Option, Plan
 
 PLANS_KEPT = 8
@@ -15,6 +16,9 @@ PATIENCE_SECONDS = 30.0
 
 PATIENCE_DECISION_STEPS = 3
 """The same in decision steps of the plan; the longer of the two counts."""
+
+START_INTERVAL = 10
+"""Decision step of ranks that have no plan yet."""
 
 MAX_NUMBER = 1 << 53
 """Numbers beyond it are nobody's; they must not push ours out of 64 bits."""
@@ -92,8 +96,23 @@ class PlanBook:
         """
         if self.newest is None or key == self.newest.key:
             return True
-        steps = PATIENCE_DECISION_STEPS * self.newest.interval
+        using = self._plans.get(key)  # ranks switch at a decision step of the plan that they leave
+        interval = max(using.interval if using else START_INTERVAL, self.newest.interval)
+        steps = PATIENCE_DECISION_STEPS * interval
         return now - self._sent_at > max(PATIENCE_SECONDS, steps * step_seconds)
+
+
+def decision_interval(settings: PolicySettings, step_seconds: float) -> int:
+    """Return the decision step N of a plan: ``interval`` steps, of slow ones fewer.
+
+    Args:
+        settings: For the bounds.
+        step_seconds: Predicted or measured step time under the plan; nothing is made of one that
+            is not a positive number.
+    """
+    if not 0 < step_seconds < math.inf:
+        return settings.interval
+    return max(1, min(settings.interval, round(settings.interval_seconds / step_seconds)))
 
 
 def dominant(plan: Plan, layout: Layout | None) -> Option:

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from dataclasses import replace
 
+from gradpilot.controller.aftermath import Aftermath
 from gradpilot.controller.errors import NotFoundError, RefusedError
 from gradpilot.controller.joining import OperationJoiner
 from gradpilot.controller.layouts import PastLayouts, may_open
@@ -20,7 +21,7 @@ from gradpilot.controller.member import Member
 from gradpilot.controller.plans import PlanBook
 from gradpilot.controller.probing import ProbeWatch
 from gradpilot.controller.store import RETIRED_KEPT, Memory, StoredRun
-from gradpilot.controller.totals import DecisionStats, Totals
+from gradpilot.controller.totals import DecisionStats, PredictionStats, Totals
 from gradpilot.controller.window import (
     ComputeTable,
     Measured,
@@ -77,6 +78,7 @@ class Run:
         self.operations = OperationJoiner()
         self.totals = Totals()
         self.decisions = DecisionStats()
+        self.predictions = PredictionStats()
         self.refused: Counter[str] = Counter()
         self.reports_taken = 0
         self.step = stored.step
@@ -88,6 +90,7 @@ class Run:
         self.link_at = now
         self.history = History()
         """What the policy's decisions learned."""
+        self.aftermath = Aftermath(memory.since)
         self.probes = ProbeWatch()
         self.predicted_step_seconds = math.nan
         self.plans = PlanBook()
@@ -323,7 +326,8 @@ class Run:
             member.fresh = False
         self._fresh_since = None
         self._force_decision = ""
-        now_measured = self.measured()
+        now_measured = self.look()
+        slowest, behind = self.operations.slowest()
         backends = Counter(m.hello.backend for m in self.members.values() if m.hello.backend)
         return Inputs(
             run=self.run,
@@ -350,11 +354,13 @@ class Run:
             loss=now_measured.loss if now_measured else math.nan,
             lr=now_measured.lr if now_measured else math.nan,
             nonfinite_steps=self.totals["nonfinite_steps"] if self.reports_taken else -1,
+            slowest_rank=slowest,
+            slowest_seconds=behind,
             settings=settings,
         )
 
     def record(self, decision: Decision, now: float) -> None:
-        """A decision was taken and stored."""
+        """A decision was taken and stored; of its plan ``aftermath`` knows already."""
         self.decision = replace(decision, inputs_json="")
         self.decisions.add(decision.outcome, decision.seconds)
         self.plans.number(decision.id)
@@ -373,9 +379,17 @@ class Run:
         self.touch()
 
     def learn(self, outcome: Outcome) -> None:
-        """Keep what a decision learned, and count what it undid."""
-        self.history = outcome.history or self.history
+        """Keep what a decision learned; count what it undid and how predictions turned out."""
+        known, self.history = self.history, outcome.history or self.history
+        self.predictions.take(known.errors, self.history.errors)
         self.decisions.undone.update([outcome.undone] if outcome.undone else [])
+
+    def look(self) -> Measured | None:
+        """Return what a step costs now, and note it with the plan in force."""
+        now, key = self.measured(), self.in_force_key()
+        if now is not None and key is not None:
+            self.aftermath.look(key[1], self._switch_step, self.step, now.step_seconds, now.gain)
+        return now
 
     def measured(self) -> Measured | None:
         """Return what a step costs now; None before the first window."""
@@ -383,22 +397,6 @@ class Run:
             return None
         windows, buckets = self._under_current()
         return measured(self.layout, windows, buckets)
-
-    # --- for the store ---------------------------------------------------------------------------
-
-    def stored(self) -> StoredRun:
-        """Return what must survive a restart."""
-        return StoredRun(
-            run=self.run,
-            model=self.model,
-            incarnation=self.incarnation,
-            retired=tuple(self.retired),
-            frozen=self.frozen,
-            pinned=self.pinned,
-            world_size=self.world_size,
-            step=self.step,
-            updated=self.updated,
-        )
 
     def touch(self) -> None:
         """Something was heard of the run."""
@@ -420,6 +418,7 @@ class Run:
             self.plans.clear()  # skips and costs belong to the world size
         self.incarnation, self.world_size = hello.incarnation, hello.world_size
         self.members.clear()
+        self.aftermath.clear()
         self.layout, self.families, self.abilities = None, (), ()
         self.plans.use_layout("")
         self.operations.clear()

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from gradpilot import __version__
 from gradpilot.controller import logs
 from gradpilot.controller.config import ControllerConfig, load, split_address, state_path
+from gradpilot.controller.latency import keep_the_loop_free
 from gradpilot.controller.metrics import ServerStats, registry
 from gradpilot.controller.operators import Operators
 from gradpilot.controller.planner import Planner
@@ -30,6 +31,7 @@ from gradpilot.controller.servicer import ControllerServicer, OperatorServicer
 from gradpilot.controller.sessions import Sessions
 from gradpilot.controller.solver import Solver, SolverError
 from gradpilot.controller.store import Store
+from gradpilot.controller.views import to_store
 from gradpilot.controller.web import application, web_server
 from gradpilot.errors import ConfigError, GradpilotError
 from gradpilot.policies.base import POLICIES
@@ -150,7 +152,8 @@ class Controller:
         self.solver.close()
         for run in self.runs:
             with contextlib.suppress(GradpilotError):
-                await self.store.save_run(run.stored())
+                await self.store.save_run(to_store(run))
+                await self.store.save_since(run.run, run.model, run.aftermath.records())
         await self.store.close()
         self._web.should_exit = True
         if self._http is not None:
@@ -241,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"gradpilot controller: error: {error}\n")
         return 2
     logs.configure(config.log_format, config.log_level)
+    keep_the_loop_free()
     try:
         asyncio.run(serve(config))
     except (GradpilotError, OSError) as error:

@@ -19,6 +19,7 @@ from gradpilot.controller.plans import MAX_NUMBER
 from gradpilot.controller.run import Run
 from gradpilot.controller.runs import Runs
 from gradpilot.controller.store import Store
+from gradpilot.controller.views import to_store
 from gradpilot.errors import MessageTooLargeError, ProtocolError
 from gradpilot.protos.messages import (
     Ack,
@@ -174,7 +175,7 @@ class Sessions:
             session.outbox.put(self._going_away)
             session.outbox.close()
         if started:
-            await self._store.save_run(run.stored())
+            await self._store.save_run(to_store(run))
         logger.info(
             "rank connected",
             extra={**session.where, "node": hello.node, "ranks": run.connected},

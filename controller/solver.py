@@ -17,9 +17,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 
 from gradpilot.errors import GradpilotError
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
+from gradpilot.policies.seen import seen
+from gradpilot.protos.explanations import Explanation
 from gradpilot.protos.jsoncodec import from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -36,8 +39,10 @@ class SolverError(GradpilotError):
 
 
 def decide(policy: str, inputs: Inputs) -> Outcome:
-    """Ask the policy registered under a name."""
-    return POLICIES.get(policy)().decide(inputs)
+    """Ask the policy registered under a name; what was measured is told whatever it explains."""
+    outcome = POLICIES.get(policy)().decide(inputs)
+    told = outcome.explanation or Explanation()
+    return replace(outcome, explanation=replace(told, seen=seen(inputs, outcome)))
 
 
 class Solver:

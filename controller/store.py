@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from sqlalchemy.pool import StaticPool
 
 from gradpilot.controller.errors import StoreError
 from gradpilot.errors import ProtocolError
+from gradpilot.protos.explanations import Since
 from gradpilot.protos.jsoncodec import from_json, to_json
 from gradpilot.protos.messages import Decision, Option, Plan
 
@@ -69,6 +70,15 @@ _decisions = sa.Table(
     sa.Column("has_plan", sa.Boolean, nullable=False),
     sa.Column("body", sa.LargeBinary, nullable=False),  # zlib of the decision's JSON
 )
+_since = sa.Table(
+    "since",
+    _metadata,
+    sa.Column("run", sa.Text, primary_key=True),
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("id", sa.Integer, primary_key=True),  # of the decision that made the plan
+    sa.Column("taken", sa.Boolean, nullable=False),  # whether the ranks ever reported under it
+    sa.Column("body", sa.Text, nullable=False),  # JSON
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +116,13 @@ class Memory:
         run: The stored run.
         decision: Newest decision.
         plan: Newest plan.
+        since: What became of the newest plan that the ranks took, and of a newer one.
     """
 
     run: StoredRun | None = None
     decision: Decision | None = None
     plan: Plan | None = None
+    since: tuple[Since, ...] = ()
 
 
 class Store:
@@ -169,10 +181,13 @@ class Store:
             ).first()
             newest = _decision(connection, run, model)
             with_plan = _decision(connection, run, model, _decisions.c.has_plan)
+            taken = _newest_since(connection, run, model, _since.c.taken)
+            newest_plan = _newest_since(connection, run, model)
             return Memory(
                 run=_stored(row) if row is not None else None,
                 decision=newest,
                 plan=with_plan.plan if with_plan is not None else None,
+                since=tuple(one for one in (taken, newest_plan) if one is not None),
             )
 
         return await self._transaction(work)
@@ -208,11 +223,17 @@ class Store:
 
         await self._transaction(work)
 
-    async def save_decision(self, decision: Decision) -> None:
-        """Write a decision and forget the oldest beyond the bound."""
+    async def save_decision(self, decision: Decision, since: Sequence[Since] = ()) -> None:
+        """Write a decision and forget the oldest beyond the bound.
+
+        Args:
+            decision: The decision.
+            since: What became of plans, in place of what is stored of them.
+        """
         run, model = decision.run, decision.model
 
         def work(connection: sa.Connection) -> None:
+            _write_since(connection, run, model, since)
             connection.execute(
                 insert(_decisions).values(
                     run=run,
@@ -234,8 +255,31 @@ class Store:
                     mine, _decisions.c.id < oldest, _decisions.c.id != (newest_plan or -1)
                 )
             )
+            left = sa.select(_decisions.c.id).where(mine)
+            connection.execute(
+                sa.delete(_since).where(
+                    _since.c.run == run, _since.c.model == model, _since.c.id.not_in(left)
+                )
+            )
 
         await self._transaction(work)
+
+    async def save_since(self, run: str, model: str, since: Sequence[Since]) -> None:
+        """Write what became of plans, in place of what is stored of them."""
+        await self._transaction(lambda connection: _write_since(connection, run, model, since))
+
+    async def since(self, run: str, model: str, id_: int) -> Since | None:
+        """Return what became of the plan in force after a decision; None if that is not known.
+
+        That is the plan of the decision itself, else of the last one that the ranks took.
+        """
+
+        def work(connection: sa.Connection) -> Since | None:
+            own = _newest_since(connection, run, model, _since.c.id == id_)
+            before = (_since.c.id < id_, _since.c.taken)
+            return own or _newest_since(connection, run, model, *before)
+
+        return await self._transaction(work)
 
     async def decision(self, run: str, model: str, id_: int = -1) -> Decision | None:
         """Return a decision, the newest if ``id_`` is negative; None if there is none."""
@@ -343,6 +387,31 @@ def _decision(
     except (ProtocolError, zlib.error) as error:
         # One unreadable row must not keep a whole run out.
         logger.warning("stored decision cannot be read: %s", error, extra={"run": run})
+        return None
+
+
+def _write_since(connection: sa.Connection, run: str, model: str, since: Sequence[Since]) -> None:
+    for one in since:
+        values = {"taken": one.first_step >= 0, "body": to_json(one)}
+        statement = insert(_since).values(run=run, model=model, id=one.id, **values)
+        connection.execute(
+            statement.on_conflict_do_update(index_elements=["run", "model", "id"], set_=values)
+        )
+
+
+def _newest_since(
+    connection: sa.Connection, run: str, model: str, *conditions: sa.ColumnElement[bool]
+) -> Since | None:
+    body = connection.scalar(
+        sa.select(_since.c.body)
+        .where(_since.c.run == run, _since.c.model == model, *conditions)
+        .order_by(_since.c.id.desc())
+        .limit(1)
+    )
+    try:
+        return from_json(Since, body) if body is not None else None
+    except ProtocolError as error:
+        logger.warning("what became of a plan cannot be read: %s", error, extra={"run": run})
         return None
 
 

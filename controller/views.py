@@ -1,4 +1,4 @@
-"""Runs as operators see them."""
+"""Runs as operators see them, and as they are stored."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def summary(run: Run) -> RunSummary:
         step_seconds=measured.step_seconds if measured else 0.0,
         frozen=run.frozen,
         pinned=run.pinned.label if run.pinned else "",
+        updated=run.updated,
+    )
+
+
+def to_store(run: Run) -> StoredRun:
+    """Return what of a run must survive a restart."""
+    return StoredRun(
+        run=run.run,
+        model=run.model,
+        incarnation=run.incarnation,
+        retired=tuple(run.retired),
+        frozen=run.frozen,
+        pinned=run.pinned,
+        world_size=run.world_size,
+        step=run.step,
         updated=run.updated,
     )
 

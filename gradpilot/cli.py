@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from gradpilot.errors import ConfigError, GradpilotError
 
 if TYPE_CHECKING:
     from gradpilot.operate import OperatorClient
-    from gradpilot.protos.messages import Candidate, Decision, RunRef, RunSummary
+    from gradpilot.protos.messages import Decision, RunRef, RunSummary
 
 DEFAULT_ADDRESS = "127.0.0.1:47800"
 
@@ -156,12 +155,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from gradpilot.explain import as_json, lines
+
     with _client(arguments) as client:
         decision = client.explain(_ref(arguments))
-    if arguments.output == "json":
-        _print_json(decision)
-    else:
-        _print_decision(decision, front=True)
+    print(as_json(decision) if arguments.output == "json" else "\n".join(lines(decision)))
     return 0
 
 
@@ -269,32 +267,11 @@ def _summary_cells(run: RunSummary) -> tuple[str, ...]:
     )
 
 
-def _print_decision(decision: Decision, *, front: bool = False) -> None:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(decision.created))
-    print(
-        f"decision {decision.id} of term {decision.term} at step {decision.step}, {when} UTC:"
-        f" {decision.outcome} ({decision.policy})"
-    )
+def _print_decision(decision: Decision) -> None:
+    from gradpilot.explain import headline
+
+    print(headline(decision))
     print(f"  {decision.reason}")
-    if front and decision.front:
-        print("  front (* chosen):")
-        row = "  {:1} {:34} {:>10} {:>10} {:>10} {:>6} {:>10}"
-        print(row.format("", "OPTION", "STEP", "COMPRESS", "SYNC", "GAIN", "EFFICIENCY"))
-        for candidate in sorted(decision.front, key=lambda c: c.step_seconds / c.efficiency):
-            chosen = decision.chosen is not None and candidate.options == decision.chosen.options
-            print(row.format("*" if chosen else "", *_candidate_cells(candidate)))
-
-
-def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    labels = list(dict.fromkeys(option.label for option in candidate.options))
-    return (
-        " | ".join(labels),
-        f"{1e3 * candidate.step_seconds:.1f} ms",
-        f"{1e3 * candidate.compression_seconds:.2f} ms",
-        f"{1e3 * candidate.synchronisation_seconds:.2f} ms",
-        f"{candidate.gain:.3f}",
-        f"{candidate.efficiency:.3f}",
-    )
 
 
 def _print_compressor(entry: Mapping[str, Any]) -> None:

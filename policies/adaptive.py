@@ -9,9 +9,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradpilot.policies import reasons
+from gradpilot.policies import accuracy, reasons
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
 from gradpilot.policies.blacklist import covering, patience
+from gradpilot.policies.bucket_advice import advise
 from gradpilot.policies.choice import Choice, allowed, choose, improvement, safest
 from gradpilot.policies.dwell import dwell
 from gradpilot.policies.evaluation import Evaluation, Indices
@@ -20,10 +21,12 @@ from gradpilot.policies.learning import next_history
 from gradpilot.policies.probing import link_or_answer
 from gradpilot.policies.problem import Space
 from gradpilot.policies.protection import explain, look, refine
+from gradpilot.policies.ranking import best
 from gradpilot.policies.regime import total_gain
 from gradpilot.policies.solver import per_bucket
 from gradpilot.policies.trial import begin
 from gradpilot.policies.watching import Watch, watch
+from gradpilot.protos.explanations import Explanation
 from gradpilot.protos.messages import LinkEstimate, Option
 
 MOST_FRONT = 100
@@ -84,13 +87,18 @@ def _decide(inputs: Inputs) -> Outcome:
     chosen = space.candidate(evaluation, choice.index)
     taken = options if verdict.switch else ()
     in_force = present if space.current_options else None
-    history = watched.history
+    known = replace(inputs, history=watched.history)
+    history = accuracy.next_errors(known, space.current_options, doubt=bool(watched.doubt))
     if not watched.doubt:
         known = replace(inputs, history=history)
         history = replace(
             next_history(known, space.gains, space.present_options, taken, link),
             importance=importance,
         )
+        predicted = evaluation.step_seconds[choice.index] if taken else _seconds(in_force)
+        wanted = taken or space.current_options
+        history = accuracy.forecast(inputs, history, wanted, predicted, untried=bool(taken))
+    sure = accuracy.interval(history.errors, taken or space.current_options, untried=bool(taken))
     if taken:
         on_trial = None
         if not watched.cause:
@@ -106,6 +114,7 @@ def _decide(inputs: Inputs) -> Outcome:
                 *watched.notes,
                 *explain(inputs, options, importance),
                 *reasons.experience(inputs, space, chosen),
+                *reasons.accuracy(sure, chosen if taken else None),
                 reasons.network(inputs, link),
                 *reasons.carriers(space, evaluation, choice),
                 how,
@@ -118,7 +127,17 @@ def _decide(inputs: Inputs) -> Outcome:
         link=inputs.link or link if watched.doubt else link,
         history=history,
         undone=watched.cause if verdict.switch else "",
+        explanation=Explanation(
+            best=best(space, evaluation, choice, settings, banned, present),
+            interval=sure,
+            advice=advise(space, evaluation.rows[choice.index]),
+        ),
     )
+
+
+def _seconds(evaluation: Evaluation | None) -> float:
+    """Return the predicted step time of the only candidate; NaN if there is none."""
+    return float(evaluation.step_seconds[0]) if evaluation is not None else float("nan")
 
 
 def _verdict(
@@ -138,7 +157,8 @@ def _verdict(
         gain = float(present.gain[0])
         if total_gain(inputs) < 0 < watched.history.regime.gain:  # measured before, but not now
             gain = watched.history.regime.gain
-        permitted = bool(present.safe[0]) or gain >= watched.least
+        least = watched.least * (1 - inputs.settings.gain_band)
+        permitted = bool(present.safe[0]) or gain >= least
         why = f"is below the gain floor of {watched.least:g}"
     elif present is not None and inputs.step_seconds > 0:  # it cannot be predicted, but measured
         cost = inputs.step_seconds / float(present.efficiency[0])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from gradpilot.policies.history import History
+from gradpilot.protos.explanations import Explanation
 from gradpilot.protos.messages import (
     DENSE,
     Candidate,
@@ -38,6 +39,9 @@ class Operation:
         straggle_seconds: Median over ranks less the minimum.
         age_seconds: Since the controller received it.
         complete: Whether all ranks told it. If not, everybody may have waited for one that did not.
+        overlapped_seconds: How long it had been under way beside the collective before it, which
+            the transfer does not hold; minimum over ranks. If that is long enough, its latency was
+            over by then.
     """
 
     step: int
@@ -48,6 +52,7 @@ class Operation:
     straggle_seconds: float
     age_seconds: float
     complete: bool = True
+    overlapped_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,9 @@ class BucketState:
     Attributes:
         ready_seconds: Median offset of readiness from the first bucket of a step.
         gain: Measured gain of the present option, mean over ranks; -1 if unknown.
-        gradient_sq: Mean over ranks of ||gradient||^2; weight of the bucket in the total gain.
-        residual_sq: Mean over ranks of ||residual||^2.
+        gradient_sq: Mean over ranks of ||gradient + residual||^2, of what was to be compressed;
+            weight of the bucket in the total gain; -1 if unknown.
+        residual_sq: Mean over ranks of ||residual||^2; -1 if unknown.
         energy: Mean energy curve at ``messages.ENERGY_RATIOS``; empty if unknown.
         magnitudes: Elements per octave of magnitude, added up over ranks; empty if unknown.
         mean_sq: ||mean over ranks||^2 as it arrived; -1 if unknown.
@@ -83,6 +89,9 @@ class PolicySettings:
         gain_floor: Least expected gain over the whole gradient, [0, 1]. The default is careful:
             efficiency as a power of gain is too kind to very small gains, and the residual that
             builds up under them makes the measured gain smaller than the predicted one.
+        gain_band: A plan in force may fall below the floor by this share before it must go: gains
+            are measured on few steps, and a plan chosen at the floor would have to go half of the
+            time.
         warm_floor: The floor instead while training is young or in a critical phase; counts if it
             is above ``gain_floor``. The default is the lower of GraVAC's two published thresholds.
         min_improvement: A switch must cut the predicted cost by this share, such as 0.05.
@@ -95,7 +104,9 @@ class PolicySettings:
             time that it did.
         residual_limit: Largest ||residual||^2 / ||gradient||^2 that is put up with; see
             ``residuals`` for where the default comes from.
-        interval: Decision step N of the plans made.
+        interval: Decision step N of the plans made, at most.
+        interval_seconds: What lies between two decision steps is no longer than this, unless that
+            is less than a step: of slow steps there are fewer.
         fixed: Option of the policy ``fixed``.
         per_bucket: Whether buckets may get different options (groups by size).
         solver_seconds: Wall-clock cap of one solve.
@@ -110,6 +121,7 @@ class PolicySettings:
     choice: str = "tta"
     weights: tuple[float, float, float] = (0.4, 0.2, 0.4)
     gain_floor: float = 0.3
+    gain_band: float = 0.05
     warm_floor: float = 0.7
     min_improvement: float = 0.05
     dwell_steps: int = 20
@@ -118,6 +130,7 @@ class PolicySettings:
     blacklist_steps: int = 1000
     residual_limit: float = 30.0
     interval: int = 50
+    interval_seconds: float = 5.0
     fixed: Option = DENSE
     per_bucket: bool = False
     solver_seconds: float = 1.0
@@ -159,6 +172,8 @@ class Inputs:
         lr: Newest learning rate given there, largest of the ranks; NaN if none gave one.
         nonfinite_steps: Steps with a non-finite gradient so far, as counted by the rank that saw
             most; only grows within a run; -1 if unknown.
+        slowest_rank: Rank that the others wait for most in collectives; -1 if unknown.
+        slowest_seconds: How much later than the first one it is at a collective, median.
         settings: See ``PolicySettings``.
     """
 
@@ -186,6 +201,8 @@ class Inputs:
     loss: float = math.nan
     lr: float = math.nan
     nonfinite_steps: int = -1
+    slowest_rank: int = -1
+    slowest_seconds: float = 0.0
     settings: PolicySettings = field(default_factory=PolicySettings)
 
 
@@ -204,6 +221,7 @@ class Outcome:
         probe_bytes: Two sizes to probe; empty unless ``probe``.
         history: What the next decision should know; None to leave that as it is.
         undone: Why the plan in force was undone by a guard, such as "cost"; empty if none was.
+        explanation: What people should see beside the reason; None if the policy gives none.
     """
 
     outcome: str
@@ -216,6 +234,7 @@ class Outcome:
     probe_bytes: tuple[int, ...] = ()
     history: History | None = None
     undone: str = ""
+    explanation: Explanation | None = None
 
 
 class Policy(Protocol):

@@ -25,6 +25,10 @@ HALF_LIFE_STEPS = 200
 FADED_STEPS = 5 * HALF_LIFE_STEPS
 """Out of use for longer, nothing of it counts."""
 
+CAUTION = 0.05
+"""A gain that fell below the floor is remembered as smaller by this share, so that an option at the
+floor does not come and go."""
+
 REMEMBERED = (0.2, 5.0)
 """Bounds of a remembered factor."""
 
@@ -34,6 +38,40 @@ class Live(NamedTuple):
 
     ratios: tuple[float, ...]
     logs: Floats
+
+
+class Bounds:
+    """What gains cannot exceed, since they fell below the floor where the option was in use.
+
+    For as long as that is remembered it bounds a family's gain at the same and at smaller ratios,
+    whatever is predicted: else the same prediction would bring the same plan again and again. To
+    larger ratios the bound grows in proportion, as energy curves are concave.
+
+    Args:
+        live: Families in use; at a ratio in use what is measured now counts.
+        records: What is remembered.
+        step: Present step.
+    """
+
+    def __init__(
+        self, live: Mapping[FamilyKey, Live], records: Sequence[GainRecord], step: int
+    ) -> None:
+        self._known: dict[FamilyKey, list[tuple[float, float]]] = {}
+        for record in records:
+            key = (record.compressor, record.settings)
+            using = live[key].ratios if key in live else ()
+            if record.missed < 0 or freshness(record, step) <= 0 or record.ratio in using:
+                continue
+            most = record.missed / (1 + CAUTION)
+            self._known.setdefault(key, []).append((record.ratio, most))
+
+    def most(self, key: FamilyKey, ratios: Floats) -> Floats | None:
+        """Return the bounds of shape (ratios,); None if there are none for the family."""
+        if key not in self._known:
+            return None
+        bounds = [gain * np.maximum(ratios / ratio, 1.0) for ratio, gain in self._known[key]]
+        least: Floats = np.min(bounds, axis=0)
+        return least
 
 
 class Corrections:

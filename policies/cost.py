@@ -29,6 +29,16 @@ from gradpilot.protos.messages import COLLECTIVES
 BACKENDS: tuple[str, ...] = ("gloo", "nccl", "model")
 
 
+AT_ONCE = {"gloo": 2}
+"""Collectives of one group that a backend works on at a time: gloo has two threads a device. On
+others, such as NCCL, they follow one another in the order of a stream."""
+
+
+def at_once(backend: str) -> int:
+    """Return how many collectives of one group a backend works on at a time."""
+    return AT_ONCE.get(backend, 1)
+
+
 class Affine(NamedTuple):
     """Seconds = ``alphas`` * alpha + ``payloads`` * M * beta."""
 

@@ -15,17 +15,29 @@ from numpy.typing import NDArray
 
 from gradpilot.policies.base import BucketState
 from gradpilot.policies.compute import FamilyKey, bracket
-from gradpilot.policies.correction import Corrections, Live
+from gradpilot.policies.correction import Bounds, Corrections, Live
 from gradpilot.policies.history import GainRecord
+from gradpilot.policies.protection import bare_sq
 from gradpilot.policies.skipping import contributions
 from gradpilot.protos.messages import ENERGY_RATIOS, Bucket, Family, Option
 
 Floats = NDArray[np.float64]
 
-SKIP_EXPONENT = 0.86
-"""Efficiency of hearing a share of the ranks = share ** this. CNN on Fashion-MNIST, ring of N = 4
-with 2 steps skipped, random rotation: 600 and 400 steps to 86 % against 300 and 250, so about 1.8
-times the steps at share 0.5, two seeds."""
+SKIP_EXPONENTS = {"skip": 0.70, "drop": 1.33, "shrink": 1.33}
+"""Efficiency of hearing a share of the ranks = share ** this, by divisor, at the learning rate that
+suits dense training (``bench/results/efficiency.json``: a CNN on images and a model of text, N = 4
+with 1 to 3 steps skipped, five seeds; twice the standard errors are 0.11 and 0.14). The divisor N
+shrinks the step with what is left out; N - S does not, which this rate cannot bear so well. At a
+rate matched to each, both need 0.80. ``shrink`` was not measured and gets the worse one."""
+
+BARE_POWER = 3.0
+FILLED_SHARE = 0.5
+"""Under error feedback the residual holds what was not sent again and again, so the largest parts
+of gradient + residual hold less than those of a bare gradient: about their share to this power. The
+more of it is residual already, the better the curve predicts; from this share of the squared norm
+on it is taken as it is. Recorded trainings of a CNN and a transformer (``bench.record_gradients``):
+powers of 2.5 to 4 for a bare gradient, 2.0 to 2.4 where a sixth is residual, 1.3 to 2.1 where it is
+a third, 0.9 to 1.3 from a half on; gains of 0.1 to 0.8."""
 
 SMALLEST = 1e-9
 CORRECTION = (0.1, 10.0)
@@ -82,9 +94,11 @@ class GainModel:
     ) -> None:
         self.weights = _weights(buckets, states)
         self._curves = np.log(_curves(states))
+        self._powers = _powers(states)
         self._knots = np.log(ENERGY_RATIOS)
         live = self._measured(states, current, families)
         self._corrections = Corrections(live, records, step, len(self.weights))
+        self._bounds = Bounds(live, records, step)
 
     def gain(self, family: Family, ratios: Floats) -> Floats:
         """Return gains of shape (ratios, buckets), in (0, 1].
@@ -95,6 +109,10 @@ class GainModel:
         factors = self._corrections.factors((family.compressor, family.settings), ratios)
         if factors is not None:
             gains = gains * factors
+        most = self._bounds.most((family.compressor, family.settings), ratios)
+        if most is not None:
+            total = np.clip(gains, SMALLEST, 1.0) @ self.weights
+            gains = gains * np.minimum(most / total, 1.0)[:, None]
         return np.clip(gains, SMALLEST, 1.0)
 
     def predicted(self, family: Family, ratios: Floats) -> Floats:
@@ -134,7 +152,7 @@ class GainModel:
         logs = self._curves[low] + share[:, None] * (self._curves[high] - self._curves[low])
         slope = (self._curves[1] - self._curves[0]) / (self._knots[1] - self._knots[0])
         logs = logs + np.minimum(at - self._knots[0], 0.0)[:, None] * np.clip(slope, 0.0, 1.0)
-        energies: Floats = np.exp(logs)
+        energies: Floats = np.exp(logs * self._powers)
         return energies
 
 
@@ -149,15 +167,24 @@ def efficiency(gain: Floats, exponent: float) -> Floats:
     return np.clip(bounded, SMALLEST, 1.0)
 
 
+def skip_efficiency(share: float, divisor: str) -> float:
+    """Return progress of a step that hears this share of the ranks; see ``SKIP_EXPONENTS``."""
+    return float(share ** SKIP_EXPONENTS[divisor])
+
+
 def skip_gain(collective: str, world_size: int, skip: int) -> float:
     """Return the share of a gradient that is heard with ``skip`` steps of a collective left out."""
     return contributions(collective, world_size, skip) / world_size if world_size > 0 else 1.0
 
 
 def _weights(buckets: Sequence[Bucket], states: Sequence[BucketState]) -> Floats:
-    """Return each bucket's share of ||gradient||^2; where unknown, by elements at mean density."""
+    """Return each bucket's share of ||gradient||^2; where unknown, by elements at mean density.
+
+    Without the residuals: those are large where little is sent, which would make weights, and with
+    them the gain of every other option, depend on the option in use.
+    """
     elements = np.array([max(b.elements, 1) for b in buckets], dtype=np.float64)
-    squares = np.array([s.gradient_sq for s in states], dtype=np.float64)
+    squares = np.array([bare_sq(s) for s in states], dtype=np.float64)
     known = np.isfinite(squares) & (squares >= 0)
     weights: Floats = elements
     if known.any() and squares[known].max() > 0:
@@ -165,6 +192,17 @@ def _weights(buckets: Sequence[Bucket], states: Sequence[BucketState]) -> Floats
         density = squares[known].sum() / elements[known].sum()
         weights = np.where(known, squares, elements * density)
     return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def _powers(states: Sequence[BucketState]) -> Floats:
+    """Return the power of each bucket's energy that its gain will be; see ``BARE_POWER``."""
+    powers = np.ones(len(states))
+    for b, state in enumerate(states):
+        residual, whole = state.residual_sq, state.gradient_sq
+        if 0 <= residual < np.inf and 0 < whole < np.inf:
+            missing = 1.0 - min(residual / (FILLED_SHARE * whole), 1.0)
+            powers[b] = 1.0 + (BARE_POWER - 1.0) * missing
+    return powers
 
 
 def _curves(states: Sequence[BucketState]) -> Floats:

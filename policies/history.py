@@ -30,6 +30,7 @@ class GainRecord:
         ratio: Kept fraction that was tried.
         factor: Measured gain over the gain predicted before it was tried.
         step: Newest step at which it was in use; the record fades from there on.
+        missed: The measured gain if it was below the floor, else -1.
     """
 
     compressor: str
@@ -37,6 +38,7 @@ class GainRecord:
     ratio: float
     factor: float
     step: int
+    missed: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,42 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
+class StepForecast:
+    """The step time that a decision predicted for the plan in force after it.
+
+    Attributes:
+        options: Option per bucket; a single one if all have the same.
+        seconds: Predicted step time.
+        untried: Whether the plan was not in use when it was predicted.
+        step: Newest step reported then.
+    """
+
+    options: tuple[Option, ...]
+    seconds: float
+    untried: bool
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepError:
+    """How a forecast of step time turned out.
+
+    Attributes:
+        label: The plan, for people.
+        compressor: Registered name of its compressor; ``mixed`` if it has several.
+        ratio: Measured step time / predicted.
+        untried: See ``StepForecast``.
+        step: Newest step reported at that look.
+    """
+
+    label: str
+    compressor: str
+    ratio: float
+    untried: bool
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """Everything remembered.
 
@@ -90,6 +128,8 @@ class History:
         overflow: Steps with a non-finite gradient.
         residuals: How the residual compares with the gradient.
         regime: Learning rate, gain and losses of late.
+        forecast: Step time predicted for the plan in force; None if it was not.
+        errors: How earlier forecasts turned out, oldest first; see ``accuracy``.
         own: What a policy other than ``adaptive`` carries along, as JSON of a dataclass of its own.
     """
 
@@ -106,6 +146,8 @@ class History:
     overflow: Overflow = field(default_factory=Overflow)
     residuals: ResidualTrend = field(default_factory=ResidualTrend)
     regime: Regime = field(default_factory=Regime)
+    forecast: StepForecast | None = None
+    errors: tuple[StepError, ...] = ()
     own: str = ""
 
 

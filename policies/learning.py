@@ -68,16 +68,17 @@ def _records(
             continue
         key = (*option.family, ratio_bucket(option.ratio))
         old, forecast = known.get(key), forecasts.get(key)
+        shares = model.weights[buckets] + SMALLEST
+        measured = float(np.average([inputs.buckets[b].gain for b in buckets], weights=shares))
+        missed = measured if measured < inputs.settings.gain_floor else -1.0
         if old is not None and not (on_trial and forecast):
             factor = old.factor
         else:
             bare = forecast or _mean_gain(model, family, option.ratio, buckets)
-            shares = model.weights[buckets] + SMALLEST
-            measured = np.average([inputs.buckets[b].gain for b in buckets], weights=shares)
             factor = float(np.clip(measured / max(bare, SMALLEST), *REMEMBERED))
         if math.isfinite(factor):
             known.pop(key, None)  # the newest goes last
-            known[key] = GainRecord(*option.family, option.ratio, factor, inputs.step)
+            known[key] = GainRecord(*option.family, option.ratio, factor, inputs.step, missed)
     return tuple(known.values())[-MOST_RECORDS:]
 
 

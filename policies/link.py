@@ -4,6 +4,10 @@ Every collective takes ``a * alpha + b * bytes * beta`` seconds with known ``a``
 (``policies.cost``), so alpha and beta are a regression with two unknowns. Noise is multiplicative
 and one-sided outliers are common (stalls, retransmissions), hence: a start by least median of
 relative errors over pairs of operations, then Tukey's bisquare.
+
+Of a collective that began while the one before it was under way, the latency may have passed by
+the end of that one; what it took then is its bytes alone. Which of them those are depends on the
+latency, so the fit is repeated until both agree (derived here).
 """
 
 from __future__ import annotations
@@ -45,18 +49,35 @@ SPAN = 64.0
 """Sizes that span this factor are as good as a probe can give."""
 
 
+ROUNDS = 8
+"""Most fits until it is settled of which operations the latency was hidden."""
+
+
 class _Data(NamedTuple):
-    """Usable operations, oldest first: alphas, pushed bytes, seconds, age, kind."""
+    """Usable operations, oldest first: alphas, pushed bytes, seconds, age, kind, overlap."""
 
     a: Floats
     y: Floats
     t: Floats
     age: Floats
     kind: NDArray[np.intp]
+    beside: Floats
 
     def cut(self, first: int) -> _Data:
         return _Data(
-            self.a[first:], self.y[first:], self.t[first:], self.age[first:], self.kind[first:]
+            self.a[first:], self.y[first:], self.t[first:], self.age[first:], self.kind[first:],
+            self.beside[first:],
+        )  # fmt: skip
+
+    def seen(self, alpha: float) -> _Data:
+        """Return the operations with what of them could be seen at a latency.
+
+        Either it was over when the collective before ended, and bytes alone are left; or it was
+        not, and the time since the beginning counts.
+        """
+        hidden = (self.beside > 0) & (self.beside >= self.a * alpha)
+        return self._replace(
+            a=np.where(hidden, 0.0, self.a), t=np.where(hidden, self.t, self.t + self.beside)
         )
 
 
@@ -89,11 +110,12 @@ def fit_link(
     if previous is not None:
         data = data.cut(_change(data, previous))
     recency = 0.5 ** ((data.age - data.age.min()) / max(half_life_seconds, 1e-3))
-    estimate = _fit(data, recency)
+    estimate = _settled(data, recency, previous)
     if estimate.separable or previous is None or not previous.separable:
         return estimate
     # The data tell one direction only; a known split that agrees with them is kept.
-    level = _median(data.t / _predict(data, previous), recency)
+    seen = data.seen(previous.alpha_seconds)
+    level = _median(seen.t / _predict(seen, previous), recency)
     if abs(np.log(level)) > 1.5 * NOISE:
         return estimate
     return replace(
@@ -124,7 +146,8 @@ def wide_enough(
     data = _usable(operations, n_ranks, backend)
     if previous is not None and _plausible(previous) and len(data.t):
         data = data.cut(_change(data, previous))
-    sizes = data.y[data.y > 0] / data.a[data.y > 0]
+    alone = (data.y > 0) & (data.beside == 0)
+    sizes = data.y[alone] / data.a[alone]
     return bool(len(sizes)) and bool(sizes.max() >= SPAN * sizes.min())
 
 
@@ -144,15 +167,20 @@ def _usable(operations: Sequence[Operation], n_ranks: int, backend: str) -> _Dat
             continue
         if not (0 < o.transfer_seconds < 1e6 and 0 <= o.age_seconds < 1e12):  # also catches NaN
             continue
+        if not 0 <= o.overlapped_seconds < 1e6:
+            continue
         a, b = coefficients(o.collective, n_ranks, o.skip, backend)
         if a <= 0:
             continue
         kind = kinds.setdefault((o.collective, o.bytes, o.skip), len(kinds))
-        rows.append((a, b * o.bytes, o.transfer_seconds, o.age_seconds, o.step, kind))
+        beside = o.overlapped_seconds
+        rows.append((a, b * o.bytes, o.transfer_seconds, o.age_seconds, o.step, kind, beside))
     # Sorted by content, so that the order in which reports came does not matter.
     rows.sort(key=lambda row: (-row[3], row[4], row[5], row[2]))
-    table = np.array(rows[-NEWEST:], dtype=np.float64).reshape(-1, 6)
-    return _Data(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 5].astype(np.intp))
+    table = np.array(rows[-NEWEST:], dtype=np.float64).reshape(-1, 7)
+    columns = table.T
+    numbers = columns[5].astype(np.intp)
+    return _Data(columns[0], columns[1], columns[2], columns[3], numbers, columns[6])
 
 
 def _predict(data: _Data, link: LinkEstimate) -> Floats:
@@ -162,6 +190,7 @@ def _predict(data: _Data, link: LinkEstimate) -> Floats:
 
 def _change(data: _Data, previous: LinkEstimate) -> int:
     """Return the first operation of the present state of the link."""
+    data = data.seen(previous.alpha_seconds)
     uncertain = (data.a * previous.alpha_error) ** 2 + (data.y * previous.beta_error) ** 2
     return first_of_present(data.t, _predict(data, previous), uncertain, data.kind)
 
@@ -170,6 +199,32 @@ def _median(values: Floats, weights: Floats) -> float:
     order = np.argsort(values, kind="stable")
     total = np.cumsum(weights[order])
     return float(values[order[np.searchsorted(total, 0.5 * total[-1])]])
+
+
+def _settled(data: _Data, recency: Floats, previous: LinkEstimate | None) -> LinkEstimate:
+    """Return the fit that agrees with itself about which latencies were hidden."""
+    if not data.beside.any():
+        return _fit(data, recency)
+    guesses = [0.0, math.inf] if previous is None else [previous.alpha_seconds, 0.0, math.inf]
+    best, least = None, math.inf
+    for guess in guesses:
+        alpha, estimate = guess, None
+        for _ in range(ROUNDS):
+            seen = data.seen(alpha)
+            if not seen.a.any():
+                break  # nothing is left that tells of latency
+            estimate = _fit(seen, recency)
+            again = data.seen(estimate.alpha_seconds)
+            if np.array_equal(again.a, seen.a):
+                break
+            alpha = estimate.alpha_seconds
+        if estimate is None:
+            continue
+        seen = data.seen(estimate.alpha_seconds)
+        misfit = _median(np.abs(np.log(seen.t / _predict(seen, estimate))), recency)
+        if misfit < least:
+            best, least = estimate, misfit
+    return best if best is not None else _fit(data.seen(0.0), recency)
 
 
 def _fit(data: _Data, recency: Floats) -> LinkEstimate:

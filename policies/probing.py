@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from gradpilot.policies.base import Inputs, Outcome
+from gradpilot.policies.cost import coefficients
 from gradpilot.policies.link import fit_link, wide_enough
 from gradpilot.protos.messages import LinkEstimate
 
 PROBE_BYTES = (4 << 10, 1 << 20)
 """A small and a large payload to time."""
+
+
+NEGLIGIBLE = 0.05
+"""Share of a step that an unknown latency may be without any probe."""
+
+CREDIBLE = 0.15
+"""Relative error up to which the bandwidth is known well enough by itself."""
 
 
 def link_or_answer(inputs: Inputs) -> LinkEstimate | Outcome:
@@ -16,7 +24,7 @@ def link_or_answer(inputs: Inputs) -> LinkEstimate | Outcome:
     link = fit_link(*args)
     if link is None:
         return Outcome("keep", "kept: no collective has been timed yet", link=inputs.link)
-    if link.separable or wide_enough(*args):
+    if link.separable or wide_enough(*args) or _bandwidth_bound(inputs, link):
         return link
     small, large = probe_sizes(inputs)
     return Outcome(
@@ -26,6 +34,18 @@ def link_or_answer(inputs: Inputs) -> LinkEstimate | Outcome:
         link=link,
         probe_bytes=(small, large),
     )
+
+
+def _bandwidth_bound(inputs: Inputs, link: LinkEstimate) -> bool:
+    """Return whether the bandwidth is known and the latency is too small to matter.
+
+    On a link that changes all the time there are never enough collectives of its present state to
+    tell a small latency, and asking for a probe each time would leave no decision.
+    """
+    alphas, _ = coefficients("all_reduce", inputs.world_size, 0, inputs.backend)
+    latency = alphas * len(inputs.layout.buckets) * (link.alpha_seconds + link.alpha_error)
+    known = link.beta_error <= CREDIBLE * link.beta_seconds_per_byte
+    return known and latency <= NEGLIGIBLE * inputs.step_seconds
 
 
 def probe_sizes(inputs: Inputs) -> tuple[int, int]:

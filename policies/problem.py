@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import ComputeModel, bracket
+from gradpilot.policies.cost import at_once
 from gradpilot.policies.evaluation import Evaluation, Table
-from gradpilot.policies.gain import SKIP_EXPONENT, SMALLEST, GainModel, efficiency, skip_gain
+from gradpilot.policies.gain import SMALLEST, GainModel, efficiency, skip_efficiency, skip_gain
 from gradpilot.policies.options import (
     MAX_OPTIONS,
     Ladder,
@@ -70,7 +71,8 @@ class Space:
             nan=0.0, posinf=0.0, neginf=0.0,
         )  # fmt: skip
         self._ready = np.maximum(ready, 0.0)
-        self._compute = ComputeModel(inputs.compute)
+        self.compute = ComputeModel(inputs.compute)
+        """Seconds of compressors."""
         self.current_options = current_options(inputs)
         """Option per bucket under the plan in force; empty before the first plan."""
         start = () if inputs.start is None else (inputs.start,) * len(buckets)
@@ -166,7 +168,7 @@ class Space:
         low, high, share = bracket(ladder.ratios, ratios)
         weight = share[:, None, None]
         key = (family.compressor, family.settings)
-        compress, decompress = self._compute.seconds(key, ratios, self._elements)
+        compress, decompress = self.compute.seconds(key, ratios, self._elements)
         if key in (DENSE.family, BF16.family):  # next to nothing, should it not be measured
             compress, decompress = np.nan_to_num(compress), np.nan_to_num(decompress)
         gain = self.gains.gain(family, ratios)
@@ -185,6 +187,7 @@ class Space:
         head, n = self.heads[h], self.inputs.world_size
         a, b = carriers(head, n, self.inputs.backend)
         left = skip_gain(head.collective, n, head.skip)
+        worth = skip_efficiency(left, self.inputs.settings.skip_divisor)
         native = head.collective == "native"
         ladder = self._ladder(head.family)
         full = ladder.ratios.tolist() == [1.0]
@@ -200,7 +203,7 @@ class Space:
             latency=(basis.counts @ a) * self._link.alpha_seconds,
             transfer=(basis.sizes @ b) * self._link.beta_seconds_per_byte,
             gain=np.clip(basis.gain * left, SMALLEST, 1.0),
-            efficiency=np.clip(basis.efficiency * left**SKIP_EXPONENT, SMALLEST, 1.0),
+            efficiency=np.clip(basis.efficiency * worth, SMALLEST, 1.0),
             size=basis.sizes.sum(axis=2),
         )
 
@@ -249,7 +252,10 @@ class Space:
         compress, decompress = pick(table.compress), pick(table.decompress)
         latency, transfer = pick(table.latency), pick(table.transfer)
         native: NDArray[np.bool_] = np.asarray(table.native[rows].all(axis=1))
-        end = wire_end(self._ready, compress, latency, transfer, decompress, native)
+        end = wire_end(
+            self._ready, compress, latency, transfer, decompress, native,
+            at_once(self.inputs.backend),
+        )  # fmt: skip
         worth = np.clip(pick(table.efficiency) @ weights, SMALLEST, 1.0)
         return Evaluation(
             rows=rows,
@@ -263,6 +269,17 @@ class Space:
             wire_ratio=pick(table.size).sum(axis=1) / self._dense_bytes,
             safe=np.asarray(table.safe[rows].all(axis=1)),
         )
+
+    def wire(self, row: Indices) -> tuple[Floats, Floats, Floats, Floats, bool]:
+        """Return elements, readiness, latency and transfer seconds of every bucket under a row.
+
+        The last item tells whether buckets overlap on the wire, see ``timeline.wire_end``.
+        """
+        table = self.table
+        assert table is not None
+        at = (row, np.arange(len(row)))
+        pipelined = bool(table.native[row].all())
+        return self._elements, self._ready, table.latency[at], table.transfer[at], pipelined
 
     def options(self, row: Indices) -> tuple[Option, ...]:
         """Return the option of every bucket."""

@@ -12,6 +12,7 @@ from gradpilot.policies.history import ratio_bucket
 from gradpilot.policies.link import changed_operations
 from gradpilot.policies.probing import link_text
 from gradpilot.policies.problem import Space
+from gradpilot.protos.explanations import Interval
 from gradpilot.protos.messages import Candidate, LinkEstimate
 
 
@@ -72,6 +73,24 @@ def experience(inputs: Inputs, space: Space, chosen: Candidate) -> list[str]:
                     f" {inputs.step - record.step} steps ago"
                 )
     return texts
+
+
+def accuracy(sure: Interval | None, chosen: Candidate | None) -> list[str]:
+    """Tell where the step time is to be expected, by how earlier predictions turned out.
+
+    Args:
+        sure: Interval of measured / predicted; None if too little is known.
+        chosen: What is switched to; None if the plan is kept.
+    """
+    if sure is None:
+        return []
+    looks = f"{100 * sure.share:.0f} % of {sure.looks} looks at {sure.of}"
+    if chosen is None:
+        return [
+            f"measured step times were {sure.low:.3f} to {sure.high:.3f} of predicted ({looks})"
+        ]
+    low, high = (_seconds(chosen.step_seconds * edge) for edge in (sure.low, sure.high))
+    return [f"expect {low} to {high} a step ({looks})"]
 
 
 def network(inputs: Inputs, link: LinkEstimate) -> str:

@@ -22,12 +22,14 @@ def wire_end(
     transfer: Floats,
     decompress: Floats,
     pipelined: NDArray[np.bool_],
+    at_once: int = 1,
 ) -> Floats:
     """Return when the last bucket is done, counted from the first bucket being ready; (P,).
 
     In sequence (the communication thread): compress, rounds, decompress, then the next bucket.
-    Pipelined (every bucket one native all-reduce, issued asynchronously): bytes queue on the wire,
-    latency of one bucket overlaps with the bytes of the next.
+    Pipelined (every bucket one native all-reduce, issued asynchronously): compressing overlaps with
+    everything, the backend works on ``at_once`` buckets at a time in order, their bytes queue on
+    the wire, and the latency of one overlaps with the bytes of the others.
 
     Args:
         ready: Offset of each bucket's readiness, (B,).
@@ -36,18 +38,22 @@ def wire_end(
         transfer: Part of the wire time that bytes occupy, (P, B).
         decompress: Seconds after the reply, (P, B).
         pipelined: Which candidates overlap their buckets, (P,).
+        at_once: Collectives that the backend works on at a time, see ``cost.at_once``.
     """
     end = np.zeros(len(compress))
     wire = np.zeros(len(compress))
     last = np.zeros(len(compress))
+    done = [np.zeros(len(compress))] * at_once  # of the newest buckets, oldest first
     whole = compress + latency + transfer + decompress
     some, every = bool(pipelined.any()), bool(pipelined.all())
     for b, at in enumerate(ready):
         if not every:
             end = np.maximum(end, at) + whole[:, b]
         if some:
-            wire = np.maximum(wire, at + compress[:, b]) + transfer[:, b]
-            last = np.maximum(last, wire + latency[:, b] + decompress[:, b])
+            begin = np.maximum(done[0], at + compress[:, b])
+            wire = np.maximum(wire, begin) + transfer[:, b]
+            done = [*done[1:], np.maximum(done[-1], wire + latency[:, b])]
+            last = np.maximum(last, done[-1] + decompress[:, b])
     return np.where(pipelined, last, end)
 
 

@@ -78,11 +78,11 @@ def begin(
     unproven = inputs.history.trial
     if unproven is not None and unproven.fine < LOOKS:
         # Held to the last plan that proved itself, not to one that may be worse than that.
-        return replace(unproven, to=_alike(to), step=inputs.step, worse=0, fine=0, rising=0)
+        return replace(unproven, to=alike(to), step=inputs.step, worse=0, fine=0, rising=0)
     measured = inputs.step_seconds
     return Trial(
-        left=_alike(left),
-        to=_alike(to),
+        left=alike(left),
+        to=alike(to),
         step=inputs.step,
         left_seconds=measured if 0 < measured < math.inf else 0.0,
         left_efficiency=float(old.efficiency[0]),
@@ -192,5 +192,6 @@ def _waited(inputs: Inputs) -> float:
     return waited if 0 < waited < math.inf else 0.0
 
 
-def _alike(options: Sequence[Option]) -> tuple[Option, ...]:
+def alike(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Return a single option if all are the same, else all of them; ``expand`` undoes it."""
     return (options[0],) if len(set(options)) == 1 else tuple(options)

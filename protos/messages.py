@@ -218,6 +218,9 @@ class Decision:
         seconds: Time that deciding took.
         plan: The plan sent; None if the present one was kept.
         inputs_json: Inputs of the policy, enough to decide again.
+        explanation_json: ``explanations.Explanation``; empty if the policy gave none.
+        since_json: ``explanations.Since`` of the plan in force after the decision, as far as it is
+            known when asked; empty in the store.
     """
 
     run: str
@@ -236,6 +239,8 @@ class Decision:
     seconds: float = 0.0
     plan: Plan | None = None
     inputs_json: str = ""
+    explanation_json: str = ""
+    since_json: str = ""
 
 
 @dataclass(frozen=True, slots=True)

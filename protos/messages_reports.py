@@ -72,7 +72,8 @@ class WireSample:
         collective: One of ``COLLECTIVES``.
         bytes: Payload bytes handed in by one rank.
         skip: Ring steps left out.
-        seconds: Duration.
+        seconds: Duration; while the collective before it was still under way, it does not count.
+        overlapped_seconds: How long it had been under way beside that one.
     """
 
     step: int
@@ -82,6 +83,7 @@ class WireSample:
     bytes: int
     skip: int
     seconds: float
+    overlapped_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class BucketReport:
         wire_seconds: All collectives of the bucket together.
         wire_bytes: Payload bytes handed to collectives in one step.
         gain: ||sent||^2 / ||corrected||^2 at the newest sampled step; -1 if not sampled.
-        gradient_sq: ||gradient||^2 there; -1 if not sampled.
+        gradient_sq: ||gradient + residual||^2 there, of what was to be compressed: without error
+            feedback the gradient alone; -1 if not sampled.
         residual_sq: ||residual||^2 there; -1 if not sampled.
         energy: Share of ||corrected||^2 in the largest elements, one value per ``ENERGY_RATIOS``;
             empty if not sampled.

@@ -303,6 +303,7 @@ def _wire_sample(path: str, sample: WireSample, buckets: int, world_size: int) -
     _whole(f"{path}.bytes", sample.bytes, 0, MAX_PAYLOAD_BYTES)
     _whole(f"{path}.skip", sample.skip, 0, world_size - 1)
     _seconds(f"{path}.seconds", sample.seconds)
+    _seconds(f"{path}.overlapped_seconds", sample.overlapped_seconds)
 
 
 def _bucket_report(path: str, report: BucketReport, index: int) -> None:

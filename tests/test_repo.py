@@ -91,6 +91,7 @@ WHOLE = {
     "gradpilot/simulate/": "tests/simulate",
     "bench/claims/": "tests/bench",
     "bench/efficiency_runs/": "tests/bench",
+    "bench/netlab/": "tests/bench",
 }
 """Programs whose parts serve nothing else: tested as a whole, in that folder."""
 

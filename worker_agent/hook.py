@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradpilot.protos.messages import COLLECTIVES, ProbeRequest, Report, WireSample
+from gradpilot.protos.messages import COLLECTIVES, Report, WireSample
 from gradpilot.worker_agent.buckets import BucketTable, Slot
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
@@ -31,15 +31,13 @@ from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.error_feedback import ResidualStore
 from gradpilot.worker_agent.loss_scale import LossScale
 from gradpilot.worker_agent.memory import MemoryStore
+from gradpilot.worker_agent.native_timing import AT_ONCE, NativeTimer
 from gradpilot.worker_agent.plan import ActivePlan, Given
+from gradpilot.worker_agent.probe import measure
 from gradpilot.worker_agent.reporting import BucketStatistics, WindowRecorder
 from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 from gradpilot.worker_agent.threads import OrderedThread
 from gradpilot.worker_agent.wire import Stamp, Timing, Wire, communication_thread
-
-PROBE_REPETITIONS = 3
-"""How often each size of a probe is timed."""
-
 
 STATISTICS_SHARE = 0.003
 STATISTICS_SECONDS = 0.2
@@ -134,7 +132,7 @@ class Pipeline:
             self._asynchronous.asyncOp = True
         self._thread: OrderedThread | None = communication_thread(device)
         self._current: _Step | None = None
-        self._wire_free = 0.0
+        self._native_timer = NativeTimer(AT_ONCE.get(dist.get_backend(group), 1))
         self._started = time.monotonic()
         self._statistics_seconds = 0.0
 
@@ -217,15 +215,14 @@ class Pipeline:
         size = request.payload.nbytes
         handed_in = time.monotonic()
         timing.compress_seconds = handed_in - start
+        number = self._native_timer.hand_in(handed_in)
         pending = dist.all_reduce(request.payload, group=self._group, async_op=True)
 
         def complete(arrived: Future[list[Tensor]]) -> Tensor:
             reply = arrived.value()[0]  # raises what the collective raised
             now = time.monotonic()
-            # Several buckets share the wire: count only what this one kept it busy.
-            begun = max(handed_in, self._wire_free)
-            self._wire_free = now
-            timing.stamps.append(Stamp("all_reduce", size, 0, max(now - begun, 0.0)))
+            busy = self._native_timer.end(number, now)
+            timing.stamps.append(Stamp("all_reduce", size, 0, busy.seconds, busy.overlapped))
             estimate = _last(rounds, reply)
             timing.decompress_seconds = time.monotonic() - now
             self._finish(work, estimate, timing)
@@ -334,13 +331,17 @@ class Pipeline:
     def _begin_step(self) -> _Step:
         probe = self._coordinator.begin_step(self.step)
         if probe is not None:
-            self._run_probe(probe)
+            assert self._thread is not None
+            for sample in measure(probe, self.step, self._wire, self._thread, self._device):
+                self._recorder.sample(sample)
         factor = self.loss_scale.look()
         if factor != 1.0:
             self.residuals.rescale(factor)
             self.memories.rescale(factor)
         plan = self._coordinator.active
-        self._report(self._recorder.set_plan(plan.plan.key))
+        # The plan that a job starts with says nothing of how slow its steps are.
+        interval = plan.plan.interval if plan.plan.id else None
+        self._report(self._recorder.set_plan(plan.plan.key, interval))
         self._recorder.begin_step(self.step, time.monotonic())
         sampled = self._wants_statistics()
         guarded = plan.feedback or self.residuals.elements > 0 or bool(self.memories)
@@ -389,33 +390,6 @@ class Pipeline:
         self._current = None
         self._coordinator.end_step(self.step, self._buckets, changed)
 
-    def _run_probe(self, probe: ProbeRequest) -> None:
-        """Time collectives of two sizes; all ranks are here at the same step."""
-        done = threading.Event()
-        samples: list[WireSample] = []
-
-        def run() -> None:
-            try:
-                number = 0
-                for size in (probe.small_bytes, probe.large_bytes):
-                    payload = torch.zeros(max(size // 4, 1), device=self._device)
-                    for _ in range(PROBE_REPETITIONS):
-                        seconds = self._wire.probe(payload, self.step)
-                        samples.append(
-                            WireSample(
-                                self.step, -1, number, "all_reduce", payload.nbytes, 0, seconds
-                            )
-                        )
-                        number += 1
-            finally:
-                done.set()
-
-        assert self._thread is not None
-        self._thread.submit(run)
-        done.wait()  # bounded by the timeout of the wire's group
-        for sample in samples:
-            self._recorder.sample(sample)
-
     def _report(self, report: Report | None) -> None:
         if report is not None:
             self._send_report(report)
@@ -445,6 +419,7 @@ class Pipeline:
                         stamp.bytes,
                         stamp.skip,
                         stamp.seconds,
+                        stamp.overlapped,
                     )
                 )
 

@@ -119,7 +119,7 @@ class WindowRecorder:
         self.report_seconds = report_seconds
         self.sampling = False
         self._counters = counters
-        self._block = sample_block
+        self._longest_block = self._block = sample_block
         self._block_steps = sample_steps
         self._layout = layout
         self._plan = (-1, -1)
@@ -218,8 +218,13 @@ class WindowRecorder:
 
     # --- changes between two steps -------------------------------------------------------------
 
-    def set_plan(self, plan: tuple[int, int]) -> Report | None:
+    def set_plan(self, plan: tuple[int, int], interval: int | None = None) -> Report | None:
         """Note that the next step runs under the plan with this ``(term, id)``.
+
+        Args:
+            plan: Term and id.
+            interval: Its decision step if that is short because steps are slow; blocks are then no
+                longer either, so that every decision finds collectives that are news.
 
         Returns:
             The report of the window that a change ends, None if there is nothing to report.
@@ -228,6 +233,7 @@ class WindowRecorder:
             return None
         report = self._cut()
         self._plan = plan
+        self._block = min(self._longest_block, interval or self._longest_block)
         self._exclude = max(self._exclude, 1)
         return report
 

@@ -211,10 +211,10 @@ class CompressorConformance:
                 assert type(member) is kind
                 assert 0.0 < member.ratio <= 1.0
                 assert member.estimator in ESTIMATORS
+                assert 0.0 <= member.efficiency_exponent <= 1.0
                 assert [s.name for s in member.settings] == sorted(s.name for s in member.settings)
                 assert set(member.collectives) & {"native", "allgather", "alltoall"}
             assert kind.gain_model in ("energy", "ratio", "constant")
-            assert 0.0 <= kind.efficiency_exponent <= 1.0
             assert kind.source, f"{kind.name}: says nothing of where it comes from"
 
     def test_settings_are_bounded(self, case: Case) -> None:

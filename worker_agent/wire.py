@@ -48,13 +48,15 @@ class Stamp:
         collective: One of ``messages.COLLECTIVES``, or with its scope: ``all_reduce across``.
         bytes: Payload bytes that this rank handed in.
         skip: Steps of our own all-reduce left out.
-        seconds: From handing in to having the reply.
+        seconds: From handing in to having the reply, as far as nothing before it was under way.
+        overlapped: How long it had been under way beside the one before.
     """
 
     collective: str
     bytes: int
     skip: int
     seconds: float
+    overlapped: float = 0.0
 
 
 @dataclass(slots=True)

@@ -111,6 +111,26 @@ def panels() -> list[Json]:
             target(by_run("gradpilot_step_seconds"), f"{RUN} measured"),
             target(by_run("gradpilot_predicted_step_seconds"), f"{RUN} predicted"),
             unit="s",
+            width=6,
+        ),
+        graph(
+            "Prediction error",
+            "How far step times were from those that the decision before had predicted, as a share:"
+            " nine of ten looks of 15 minutes were no further off than p90; by compressor the"
+            " median of the newest looks; now, for the plan in force.",
+            target(
+                "histogram_quantile(0.9, sum by (le, run, model) (rate("
+                f"gradpilot_step_prediction_error_ratio_bucket{SELECT}[15m])))",
+                f"{RUN} p90",
+            ),
+            target(
+                "max by (run, model, compressor)"
+                f" (gradpilot_recent_prediction_error_ratio{SELECT})",
+                f"{RUN} {{{{compressor}}}}",
+            ),
+            target(f"abs({by_run('gradpilot_step_prediction_ratio')} - 1)", f"{RUN} now"),
+            unit="percentunit",
+            width=6,
         ),
         graph(
             "Compute and exposed communication",
@@ -120,6 +140,7 @@ def panels() -> list[Json]:
             target(by_run("gradpilot_exposed_seconds"), f"{RUN} exposed"),
             unit="s",
             stack=True,
+            width=6,
         ),
         graph(
             "Compression, synchronisation and straggling",
@@ -129,6 +150,7 @@ def panels() -> list[Json]:
             target(by_run("gradpilot_synchronisation_seconds"), f"{RUN} synchronisation"),
             target(by_run("gradpilot_straggle_seconds"), f"{RUN} straggling"),
             unit="s",
+            width=6,
         ),
         row("Link"),
         graph(

@@ -14,10 +14,17 @@ from gradpilot.simulate.oracle import Clairvoyant
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy, and the option that it is given if it is ``fixed``."""
+    """A policy, and what it is given.
+
+    Attributes:
+        policy: Its registered name.
+        fixed: The option of ``fixed``.
+        collectives: Carriers that it may choose; empty for those of the case.
+    """
 
     policy: str
     fixed: Option | None = None
+    collectives: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -72,6 +79,8 @@ def compare(case: Case, contenders: Sequence[Contender]) -> Comparison:
         if contender.fixed is not None:
             case.world.family(contender.fixed)
             settings = replace(settings, fixed=contender.fixed)
+        if contender.collectives:
+            settings = replace(settings, collectives=contender.collectives)
         driver = Driver(replace(case, settings=settings), weather)
         results[contender.name] = driver.run(contender.policy)
     extra = {option for r in results.values() for plan in r.plans for option in plan}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradpilot.controller.plans import START_INTERVAL, decision_interval
 from gradpilot.controller.probing import patience
 from gradpilot.controller.run import Run
 from gradpilot.controller.store import Memory
@@ -48,10 +49,22 @@ class Timing:
     Attributes:
         report_seconds: Least time between two reports of a rank.
         decision_seconds: Least time between two decisions.
+        thin_after: When both grow by ``thin``, to make long simulations cheaper.
+        thin: By which factor.
+        late: From when on they grow in proportion to the time, too: for jobs that do not end.
     """
 
     report_seconds: float = 2.0
     decision_seconds: float = 5.0
+    thin_after: float = math.inf
+    thin: float = 1.0
+    late: float = math.inf
+
+    def at(self, seconds: float) -> tuple[float, float]:
+        """Return the least time between two reports, and between two decisions, at a time."""
+        factor = self.thin if seconds >= self.thin_after else 1.0
+        factor *= max(seconds / self.late, 1.0)
+        return factor * self.report_seconds, factor * self.decision_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,9 @@ class Driver:
         self._buckets = world.job.layout.buckets
         self._now = self._progress = self._probe_seconds = 0.0
         self._step = self._below = 0
-        self._plan = Plan(0, 0, world.job.layout.digest, default=case.start)
+        self._plan = Plan(
+            0, 0, world.job.layout.digest, default=case.start, interval=START_INTERVAL
+        )
         self._pending: tuple[Plan, float] | None = None
         self._asked: tuple[int, ...] = ()
         self._switches: list[Switch] = []
@@ -149,6 +164,7 @@ class Driver:
     def fixed(self, options: Sequence[Option]) -> Result:
         """Carry out the job under one plan from its first step on, without reports."""
         self._plans.clear()
+        self._plan = replace(self._plan, interval=BLOCK)
         self._use(tuple(options))
         while self._progress < self._case.steps:
             self._advance(math.inf)
@@ -165,13 +181,14 @@ class Driver:
         """
         decide = POLICIES.get(policy)().decide if isinstance(policy, str) else policy
         run = self._attach()
-        timing, settings = self._case.timing, self._case.settings
+        timing = self._case.timing
         while self._progress < self._case.steps:
-            full = self._advance(timing.report_seconds)
-            boundary = self._step % settings.interval == 0
+            report_seconds, decision_seconds = timing.at(self._now)
+            full = self._advance(report_seconds)
+            boundary = self._step % self._plan.interval == 0
             if full or (boundary and (self._pending or self._asked)):
                 self._report(run)
-                due = self._now - run.decided_at >= timing.decision_seconds
+                due = self._now - run.decided_at >= decision_seconds
                 # Not ``run.news``: that waits for all N ranks, here only some of them speak.
                 if due and all(member.fresh for member in run.members.values()):
                     self._decide(run, decide)
@@ -187,7 +204,7 @@ class Driver:
         Returns:
             Whether the window is full.
         """
-        case, interval = self._case, self._case.settings.interval
+        case, interval = self._case, self._plan.interval
         number, offset = divmod(self._step, BLOCK)
         last = min(BLOCK, offset + interval - self._step % interval)
         block = self._weather.block(number)
@@ -289,7 +306,8 @@ class Driver:
         run.decided_at = self._now
         outcome = settle(decide(inputs), inputs)
         self._decisions[outcome.outcome] = self._decisions.get(outcome.outcome, 0) + 1
-        plan = self._made(run, outcome) if outcome.outcome == "switch" else None
+        seconds = outcome.chosen.step_seconds if outcome.chosen else inputs.step_seconds
+        plan = self._made(run, outcome, seconds) if outcome.outcome == "switch" else None
         run.record(
             Decision(
                 run=run.run, model=run.model, term=1, id=run.plans.next_id, step=inputs.step,
@@ -305,10 +323,10 @@ class Driver:
         if outcome.outcome == "probe":
             self._asked = outcome.probe_bytes
             ranks = range(self._reporter.speakers)
-            wait = patience(case.timing.report_seconds, case.settings.interval, inputs.step_seconds)
+            wait = patience(case.timing.report_seconds, self._plan.interval, inputs.step_seconds)
             run.probes.ask(run.plans.next_id - 1, self._step - 1, ranks, self._now + wait)
 
-    def _made(self, run: Run, outcome: Outcome) -> Plan:
+    def _made(self, run: Run, outcome: Outcome, step_seconds: float) -> Plan:
         layout, ranks = self._case.world.job.layout, self._case.world.ranks
         if len(outcome.options) != len(layout.buckets):
             raise ConfigError(
@@ -321,7 +339,7 @@ class Driver:
         return Plan(
             1, run.plans.next_id, layout.digest,
             tuple(Assignment(b.fingerprint, o) for b, o in pairs),
-            interval=self._case.settings.interval, reason=outcome.reason,
+            interval=decision_interval(self._case.settings, step_seconds), reason=outcome.reason,
         )  # fmt: skip
 
     def _agree(self) -> None:

@@ -121,16 +121,25 @@ class Steps:
         wire: Seconds per bucket that collectives took on the link, (S, B).
         waits: Seconds per bucket that the earliest, the median and the latest rank spent in the
             bucket's first collective before it could begin, (3, S, B).
+        beside: Seconds per bucket that its collective was under way beside the one before, which
+            ``wire`` does not hold, (S, B).
     """
 
     link: Link
     seconds: Floats
     wire: Floats
     waits: Floats
+    beside: Floats
 
     def cut(self, steps: int) -> Steps:
         """Return the first of them."""
-        return Steps(self.link, self.seconds[:steps], self.wire[:steps], self.waits[:, :steps])
+        return Steps(
+            self.link,
+            self.seconds[:steps],
+            self.wire[:steps],
+            self.waits[:, :steps],
+            self.beside[:steps],
+        )
 
 
 def run_steps(costs: Costs, rows: NDArray[np.intp], link: Link, block: Block) -> Steps:
@@ -146,14 +155,15 @@ def run_steps(costs: Costs, rows: NDArray[np.intp], link: Link, block: Block) ->
     compress, decompress = costs.compress[rows, column], costs.decompress[rows, column]
     latency = costs.alphas[rows, column] * link.alpha * block.wire
     transfer = costs.pushed[rows, column] * link.beta * block.wire
-    carry = _in_flight if bool(costs.native[rows].all()) else _in_turn
-    seconds, wire, waits = carry(compress, decompress, latency, transfer, block)
-    return Steps(link, seconds, wire, waits)
+    work = (compress, decompress, latency, transfer, block)
+    if bool(costs.native[rows].all()):
+        return Steps(link, *_in_flight(*work, costs.at_once))
+    return Steps(link, *_in_turn(*work))
 
 
 def _in_turn(
     compress: Floats, decompress: Floats, latency: Floats, transfer: Floats, block: Block
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, Floats, Floats, Floats]:
     """The communication thread: a bucket begins when the one before is finished."""
     wire = latency + transfer
     waits = np.empty((3, *wire.shape))
@@ -163,46 +173,50 @@ def _in_turn(
         for i, ready in enumerate((block.first, block.middle, block.last)):
             waits[i, :, b] = begin - np.maximum(end, ready[:, b])
         end = begin + compress[b] + wire[:, b] + decompress[b]
-    return np.maximum(end, block.last.max(axis=1)), wire, waits
+    return np.maximum(end, block.last.max(axis=1)), wire, waits, np.zeros_like(wire)
 
 
 def _in_flight(
-    compress: Floats, decompress: Floats, latency: Floats, transfer: Floats, block: Block
-) -> tuple[Floats, Floats, Floats]:
-    """All buckets native: bytes queue, one bucket's latency overlaps with the next one's bytes.
+    compress: Floats, decompress: Floats, latency: Floats, transfer: Floats, block: Block, many: int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """All buckets native: ``many`` are under way at once, see ``policies.timeline.wire_end``.
 
-    Agents count what a bucket alone kept the wire busy: from its being handed in, or from the end
-    of the one before if that was later.
+    What a bucket took by itself is counted as agents count it: from its turn, or from the end of
+    the one before if that was later.
     """
     shape = latency.shape
-    busy, waits = np.empty(shape), np.empty((3, *shape))
-    free, before, end = np.zeros(shape[0]), np.zeros(shape[0]), np.zeros(shape[0])
+    busy, beside, waits = np.empty(shape), np.empty(shape), np.empty((3, *shape))
+    free, end = np.zeros(shape[0]), np.zeros(shape[0])
+    done = [np.zeros(shape[0])] * many
     for b in range(shape[1]):
-        handed = block.last[:, b] + compress[b]
-        free = np.maximum(free, handed) + transfer[:, b]
-        done = free + latency[:, b]
-        end = np.maximum(end, done + decompress[b])
-        done = np.maximum(done, before)
-        busy[:, b] = done - np.maximum(handed, before)
+        handed, before = block.last[:, b] + compress[b], done[-1]
+        begin = np.maximum(handed, done[0])
+        free = np.maximum(free, begin) + transfer[:, b]
+        now = np.maximum(free + latency[:, b], before)
+        end = np.maximum(end, now + decompress[b])
+        busy[:, b] = now - np.maximum(begin, before)
+        beside[:, b] = np.maximum(before - begin, 0.0)
         for i, ready in enumerate((block.first, block.middle, block.last)):
             since = np.maximum(ready[:, b] + compress[b], before)
             waits[i, :, b] = np.maximum(handed, before) - since
-        before = done
-    return np.maximum(end, block.last.max(axis=1)), np.maximum(busy, 0.0), waits
+        done = [*done[1:], now]
+    return np.maximum(end, block.last.max(axis=1)), busy, waits, beside
 
 
 def step_seconds(costs: Costs, link: Link, block: Block) -> Floats:
     """Return the seconds of every step under every option given to all buckets, (K, S)."""
     shape = (len(costs.native), len(block.wire))
     turn, free, last = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    done = [np.zeros(shape)] * costs.at_once
     for b in range(block.wire.shape[1]):
         noise = block.wire[:, b]
         compress, decompress = costs.compress[:, b, None], costs.decompress[:, b, None]
         latency = np.outer(costs.alphas[:, b] * link.alpha, noise)
         transfer = np.outer(costs.pushed[:, b] * link.beta, noise)
         turn = np.maximum(turn, block.last[:, b]) + compress + latency + transfer + decompress
-        free = np.maximum(free, block.last[:, b] + compress) + transfer
-        last = np.maximum(last, free + latency + decompress)
+        free = np.maximum(free, np.maximum(done[0], block.last[:, b] + compress)) + transfer
+        done = [*done[1:], np.maximum(done[-1], free + latency)]
+        last = np.maximum(last, done[-1] + decompress)
     end = np.where(costs.native[:, None], last, turn)
     return np.asarray(np.maximum(end, block.last.max(axis=1)))
 

@@ -159,4 +159,5 @@ def _some(costs: Costs, rows: NDArray[np.intp]) -> Costs:
         costs.alphas[rows],
         costs.pushed[rows],
         costs.native[rows],
+        costs.at_once,
     )

@@ -128,7 +128,8 @@ class Reporter:
         wire = np.concatenate([part.wire for part in window.parts])
         waits = np.concatenate([part.waits for part in window.parts], axis=1)
         buckets = self._buckets(options, compression, wire[-ROWS:], waits[:, -ROWS:], progress)
-        samples = self._samples(window, options)
+        interval = plan.interval if plan.id else SAMPLED_BLOCK
+        samples = self._samples(window, options, min(SAMPLED_BLOCK, interval))
         probe, self._probe = self._probe, ()
         took = float(np.median(seconds[-ROWS:]))
         self._sequence += 1
@@ -155,13 +156,15 @@ class Reporter:
             )
         return tuple(made)
 
-    def _samples(self, window: Window, options: tuple[Option, ...]) -> list[tuple[WireSample, ...]]:
+    def _samples(
+        self, window: Window, options: tuple[Option, ...], block: int
+    ) -> list[tuple[WireSample, ...]]:
         """Return the collectives of sampled steps as the three ranks saw them."""
         rounds = self._world.rounds(options)
         places, step = [], window.first
         for part in window.parts:
             for i in range(len(part.seconds)):
-                if step % SAMPLED_BLOCK < SAMPLED_STEPS or step < window.fresh_until:
+                if step % block < SAMPLED_STEPS or step < window.fresh_until:
                     places += [(part, i, step, one) for one in rounds]
                 step += 1
         if len(places) > MOST_SAMPLES:
@@ -176,8 +179,11 @@ class Reporter:
             for which in range(3):
                 waited = part.waits[which, i, b] if number == 0 else 0.0
                 seconds = float(part.wire[i, b] * share + waited)
+                beside = float(part.beside[i, b]) if number == 0 else 0.0
                 found[which].append(
-                    WireSample(step, b, number, one.collective, one.bytes, one.skip, seconds)
+                    WireSample(
+                        step, b, number, one.collective, one.bytes, one.skip, seconds, beside
+                    )
                 )
         return [tuple(samples) for samples in found]
 

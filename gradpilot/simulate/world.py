@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gradpilot.errors import ConfigError
 from gradpilot.policies.base import PolicySettings
 from gradpilot.policies.compute import ComputeModel, bracket
-from gradpilot.policies.cost import coefficients
-from gradpilot.policies.gain import SKIP_EXPONENT, SMALLEST, efficiency, skip_gain
+from gradpilot.policies.cost import at_once, coefficients
+from gradpilot.policies.gain import SMALLEST, efficiency, skip_efficiency, skip_gain
 from gradpilot.policies.options import (
     Head,
     Ladder,
@@ -47,6 +47,7 @@ class Costs:
         alphas: Latencies.
         pushed: Bytes that occupy the wire, as many as take beta each.
         native: Whether buckets may be in flight at once, (K,).
+        at_once: How many of them are then.
     """
 
     compress: Floats
@@ -54,6 +55,7 @@ class Costs:
     alphas: Floats
     pushed: Floats
     native: Bools
+    at_once: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class World:
         rows = [self._costs(option) for option in options]
         compress, decompress, alphas, pushed = (np.stack([r[i] for r in rows]) for i in range(4))
         native = np.array([self._native(option) for option in options])
-        return Costs(compress, decompress, alphas, pushed, native)
+        return Costs(compress, decompress, alphas, pushed, native, at_once(self.backend))
 
     def _costs(self, option: Option) -> tuple[Floats, Floats, Floats, Floats]:
         family = self.family(option)
@@ -200,13 +202,14 @@ class World:
         """
         gains = self.gains(options, progress)
         left = np.array([skip_gain(o.collective, self.ranks, o.skip) for o in options])[:, None]
+        heard = [skip_efficiency(h, o.divisor) for h, o in zip(left[:, 0], options, strict=True)]
         exponents = [self.family(o).efficiency_exponent for o in options]
         worth = np.stack(
             [efficiency(row, power) for row, power in zip(gains, exponents, strict=True)]
         )
         return (
             np.clip(gains * left, SMALLEST, 1.0),
-            np.clip(worth * left**SKIP_EXPONENT, SMALLEST, 1.0),
+            np.clip(worth * np.array(heard)[:, None], SMALLEST, 1.0),
         )
 
     def seconds(self, costs: Costs, link: Link) -> Floats:
@@ -219,6 +222,7 @@ class World:
             costs.pushed * link.beta,
             costs.decompress,
             costs.native,
+            costs.at_once,
         )
         return step_seconds(self.job.compute_seconds, ready, end)
 

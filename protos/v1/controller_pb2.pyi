@@ -346,6 +346,7 @@ class WireSample(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     SKIP_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    OVERLAPPED_SECONDS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step number."""
     bucket: builtins.int
@@ -359,7 +360,9 @@ class WireSample(google.protobuf.message.Message):
     skip: builtins.int
     """Ring steps left out."""
     seconds: builtins.float
-    """Duration, seconds."""
+    """Duration, seconds; while the collective before it was still under way, it does not count."""
+    overlapped_seconds: builtins.float
+    """How long it had been under way beside that one, seconds. Default 0."""
     def __init__(
         self,
         *,
@@ -370,8 +373,9 @@ class WireSample(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         skip: builtins.int = ...,
         seconds: builtins.float = ...,
+        overlapped_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bucket", b"bucket", "bytes", b"bytes", "collective", b"collective", "round", b"round", "seconds", b"seconds", "skip", b"skip", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket", b"bucket", "bytes", b"bytes", "collective", b"collective", "overlapped_seconds", b"overlapped_seconds", "round", b"round", "seconds", b"seconds", "skip", b"skip", "step", b"step"]) -> None: ...
 
 Global___WireSample: typing_extensions.TypeAlias = WireSample
 
@@ -408,7 +412,7 @@ class BucketReport(google.protobuf.message.Message):
     gain: builtins.float
     """||sent||^2 / ||corrected||^2, [0, 1]; -1 if not sampled. Default -1."""
     gradient_sq: builtins.float
-    """||gradient||^2; -1 if not sampled. Default -1."""
+    """||gradient + residual||^2; -1 if not sampled. Default -1."""
     residual_sq: builtins.float
     """||residual||^2; -1 if not sampled. Default -1."""
     mean_sq: builtins.float

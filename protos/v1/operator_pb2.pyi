@@ -165,6 +165,8 @@ class Decision(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     INPUTS_JSON_FIELD_NUMBER: builtins.int
+    EXPLANATION_JSON_FIELD_NUMBER: builtins.int
+    SINCE_JSON_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Run id."""
     model: builtins.str
@@ -187,6 +189,10 @@ class Decision(google.protobuf.message.Message):
     """Time that deciding took, seconds."""
     inputs_json: builtins.str
     """Inputs of the policy, JSON."""
+    explanation_json: builtins.str
+    """What the policy tells beside the reason, JSON; empty if nothing."""
+    since_json: builtins.str
+    """What became of the plan in force after it, JSON; empty if unknown."""
     @property
     def link(self) -> Global___LinkEstimate:
         """Link estimate used; absent if none."""
@@ -226,9 +232,11 @@ class Decision(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         plan: gradpilot.protos.v1.types_pb2.Plan | None = ...,
         inputs_json: builtins.str = ...,
+        explanation_json: builtins.str = ...,
+        since_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chosen", b"chosen", "current", b"current", "link", b"link", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "created", b"created", "current", b"current", "front", b"front", "id", b"id", "inputs_json", b"inputs_json", "link", b"link", "model", b"model", "outcome", b"outcome", "plan", b"plan", "policy", b"policy", "reason", b"reason", "run", b"run", "seconds", b"seconds", "step", b"step", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "created", b"created", "current", b"current", "explanation_json", b"explanation_json", "front", b"front", "id", b"id", "inputs_json", b"inputs_json", "link", b"link", "model", b"model", "outcome", b"outcome", "plan", b"plan", "policy", b"policy", "reason", b"reason", "run", b"run", "seconds", b"seconds", "since_json", b"since_json", "step", b"step", "term", b"term"]) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
 

@@ -36,5 +36,11 @@ def test_it_writes_a_well_formed_file(
     solver.main(["--output", str(tmp_path / "solver.json"), "--repeats", "1"])
     document = json.loads((tmp_path / "solver.json").read_text(encoding="utf-8"))
     assert results_file.check(document) == []
-    assert len(document["verdicts"]) == 7
+    assert len(document["verdicts"]) == 9
     assert "exact enumeration of 5002 candidates" in capsys.readouterr().out
+
+
+def test_the_other_space_has_about_five_hundred_candidates() -> None:
+    inputs = solver.make_inputs(solver.twenty_buckets(), solver.HALF_THOUSAND)
+    assert len(Space(inputs, solver.LINK)) == 494
+    assert Space(inputs, solver.LINK).groups().max() == 3

@@ -111,3 +111,43 @@ def test_memory_is_bounded_and_old_operations_are_dropped() -> None:
     assert joiner.recent(1e6 + 2 * MAX_AGE_SECONDS) == ()
     joiner.clear()
     assert joiner.recent(1e6) == ()
+
+
+def test_the_rank_that_all_wait_for_is_known_with_its_delay() -> None:
+    joiner = OperationJoiner()
+    for step in range(40):
+        for rank, late in enumerate((0.0, 0.02, 0.0, 0.005)):
+            joiner.add(rank, [sample(0.1 - late, step), sample(0.1, step, -1)], float(step), 4)
+        if step == 6:
+            assert joiner.slowest() == (-1, 0.0)  # too early to tell
+    rank, seconds = joiner.slowest()
+    assert rank == 1
+    assert seconds == pytest.approx(0.02)
+    for step in range(40, 300):  # another one from now on
+        for rank, late in enumerate((0.0, 0.0, 0.01, 0.0)):
+            joiner.add(rank, [sample(0.1 - late, step)], float(step), 4)
+    rank, seconds = joiner.slowest()
+    assert rank == 2
+    assert seconds == pytest.approx(0.01, rel=1e-3)
+    joiner.clear()
+    assert joiner.slowest() == (-1, 0.0)
+
+
+def test_nobody_is_slowest_while_all_come_together_or_some_are_missing() -> None:
+    joiner = OperationJoiner()
+    for step in range(20):
+        for rank in range(4):
+            joiner.add(rank, [sample(0.1, step)], float(step), 4)
+        for rank in range(2):
+            joiner.add(rank, [sample(0.1 + rank, step, 1)], float(step), 4)
+    joiner.close(1000.0, 1.0, 4)
+    assert joiner.slowest() == (-1, 0.0)
+
+
+def test_an_overlap_is_the_least_of_all_ranks() -> None:
+    """Who comes last waited for nobody: what it saw beside the collective before is no waiting."""
+    joiner = OperationJoiner()
+    joiner.add(0, [sample(0.3, overlapped_seconds=0.25)], 0.0, 2)
+    joiner.add(1, [sample(0.2, overlapped_seconds=0.05)], 0.0, 2)
+    (operation,) = joiner.recent(0.0)
+    assert (operation.transfer_seconds, operation.overlapped_seconds) == (0.2, 0.05)

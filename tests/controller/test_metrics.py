@@ -10,6 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gradpilot.controller.metrics import COUNTERS, GAUGES, MAX_LABEL, label
 from gradpilot.controller.server import Controller
+from gradpilot.controller.totals import COMPRESSORS
+from gradpilot.policies.base import Inputs, Outcome
+from gradpilot.policies.history import History, StepError
 from gradpilot.protos.messages import Counters, Plan
 from tests.conftest import require_tool
 from tests.controller import fakes
@@ -26,6 +29,7 @@ REQUIRED = {
     "decision_seconds_bucket", "policy_errors_total", "reports_total", "reports_refused_total",
     "agent_reports_dropped_total", "nonfinite_steps_total", "agreement_failures_total",
     "frozen", "loss", "emulated", "plans_undone_total", "blacklisted_options",
+    "step_prediction_ratio", "step_prediction_error_ratio_bucket",
 }
 # fmt: on
 """Names that dashboards rely on, without the prefix."""
@@ -48,6 +52,11 @@ async def scrape(controller: Controller) -> tuple[str, Samples]:
 
 
 RUN = (("model", "model"), ("run", "run"))
+RUN_ONLY = {"run", "model"}
+
+
+def keys(series: dict[tuple[tuple[str, str], ...], float]) -> set[str]:
+    return {key for labels in series for key, _ in labels}
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -78,6 +87,7 @@ async def test_every_required_metric_is_there_and_tells_the_truth() -> None:
         assert value("gain_ratio") == pytest.approx(1.0)
         assert value("compute_seconds") == pytest.approx(0.1)
         assert value("predicted_step_seconds") == pytest.approx(0.2)
+        assert value("step_prediction_ratio") == pytest.approx(value("step_seconds") / 0.2)
         assert value("link_bandwidth_bytes_per_second") == pytest.approx(1e9)
         assert 0 <= value("link_age_seconds") < 5
         size = 2 * run.layout.buckets[0].elements if run.layout else 0
@@ -120,6 +130,36 @@ async def test_labels_are_bounded_and_never_job_or_instance() -> None:
         assert of_runs <= SERIES_OF_A_RUN * len(hostile)
         for agent in connected:
             await agent.leave()
+
+
+def learning(policy: str, inputs: Inputs) -> Outcome:
+    """Keep the plan, each time with one more error of a prediction."""
+    known = inputs.history.errors
+    name = f"plug-in{len(known)}"
+    error = StepError(name, name, 1.0 + 0.01 * len(known), False, inputs.step)
+    return Outcome("keep", "as it is", history=History(errors=(*known, error)))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_prediction_errors_are_counted_once_with_bounded_labels() -> None:
+    async with serving(learning) as controller, agents(controller) as ranks:
+        looks = COMPRESSORS + 4
+        for number in range(1, looks + 1):
+            for rank in ranks:
+                await rank.report()
+            run = await until(lambda: controller.runs.get("run", "model"))
+            async with asyncio.timeout(10):
+                while run.decisions.outcomes["keep"] < number:
+                    await asyncio.sleep(0.01)
+        _, found = await scrape(controller)
+        name = "gradpilot_step_prediction_error_ratio"
+        assert found[f"{name}_count"][RUN] == looks
+        assert found[f"{name}_sum"][RUN] == pytest.approx(0.01 * sum(range(looks)))
+        recent = found["gradpilot_recent_prediction_error_ratio"]
+        assert len(recent) == COMPRESSORS
+        newest = dict(RUN) | {"compressor": f"plug-in{looks - 1}"}
+        assert recent[tuple(sorted(newest.items()))] == pytest.approx(0.01 * (looks - 1))
+        assert sum(len(s) for n, s in found.items() if keys(s) >= RUN_ONLY) <= SERIES_OF_A_RUN
 
 
 @pytest.mark.asyncio(loop_scope="session")

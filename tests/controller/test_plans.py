@@ -6,6 +6,7 @@ from gradpilot.controller.plans import (
     MAX_NUMBER,
     PATIENCE_DECISION_STEPS,
     PATIENCE_SECONDS,
+    START_INTERVAL,
     PlanBook,
     dominant,
     plan_label,
@@ -97,3 +98,15 @@ def test_the_dominant_option_has_most_elements() -> None:
     assert dominant(plan, None) == BF16
     assert dominant(made(1, default=BF16), layout()) == BF16
     assert plan_label(plan) == "bf16 native and 1 more"
+
+
+def test_ranks_switch_at_a_decision_step_of_the_plan_that_they_leave() -> None:
+    """So however short that of the new plan is, they get the time that the old one needs."""
+    book = PlanBook()
+    book.use_layout("a")
+    book.sent(made(1, interval=20), 0.0)
+    book.sent(made(2, interval=1), 100.0)
+    assert not book.usable((1, 1), 100.0 + PATIENCE_SECONDS + 1, 3.0)
+    assert book.usable((1, 1), 101.0 + 20 * 3.0 * PATIENCE_DECISION_STEPS, 3.0)
+    assert not book.usable((0, 0), 100.0 + PATIENCE_SECONDS + 1, 6.0)  # that of the start
+    assert book.usable((0, 0), 101.0 + START_INTERVAL * 6.0 * PATIENCE_DECISION_STEPS, 6.0)

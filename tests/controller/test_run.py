@@ -11,10 +11,11 @@ from gradpilot.controller.member import RECENT_REPORTS
 from gradpilot.controller.run import Run
 from gradpilot.controller.runs import Runs
 from gradpilot.controller.store import Memory, StoredRun
-from gradpilot.controller.views import summary
+from gradpilot.controller.views import summary, to_store
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.base import POLICIES, Inputs, Outcome, PolicySettings
 from gradpilot.policies.history import GainRecord, History
+from gradpilot.protos.explanations import Since
 from gradpilot.protos.jsoncodec import from_json, to_json
 from gradpilot.protos.messages import (
     BF16,
@@ -112,7 +113,7 @@ def test_a_restart_of_the_job_forgets_members_but_not_numbers() -> None:
     run.set_catalog(0, catalog(OLD))
     assert run.plans.newest is None  # another world size
     assert run.plans.next_id == plan.id + 1
-    assert list(run.stored().retired) == ["first", "second"]
+    assert list(to_store(run).retired) == ["first", "second"]
 
 
 def test_a_rank_with_another_world_size_is_refused() -> None:
@@ -384,3 +385,33 @@ def test_the_number_of_runs_is_bounded_and_ended_ones_make_room() -> None:
     runs.add(Run("c", "m", Memory(), 15.0), 15.0)
     assert sorted(r.run for r in runs) == ["a", "c"]
     assert runs.models("a") == ("m",)
+
+
+def test_inputs_name_the_rank_that_all_wait_for() -> None:
+    run = complete()
+    windows(run)  # three steps of four buckets; the planted link lets later ranks wait less
+    given = run.inputs(PolicySettings(), 2.0)
+    assert given.slowest_rank == 3
+    assert given.slowest_seconds == pytest.approx(0.75 * fakes.Link().straggle)
+
+
+def test_every_look_is_noted_with_the_plan_in_force() -> None:
+    run, plan = complete(), fakes.plan(OLD, 1)
+    run.aftermath.sent(Since(1, "dense", 0.3))
+    run.record(decision(plan), 0.0)
+    windows(run, 1.0)
+    run.look()
+    waiting = run.aftermath.find(1)
+    assert waiting is not None
+    assert waiting.first_step == -1
+    windows(run, 2.0, plan, sequence=2)
+    run.inputs(PolicySettings(), 3.0)
+    noted = run.aftermath.find(1)
+    now = run.measured()
+    assert noted is not None
+    assert now is not None
+    assert (noted.first_step, noted.last_step) == (20, 29)
+    assert noted.measured == (now.step_seconds,)
+    assert noted.gain == now.gain
+    run.join(hello(0, incarnation="another"), 4.0)
+    assert run.aftermath.find(1) is None

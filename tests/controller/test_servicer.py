@@ -11,6 +11,8 @@ import pytest
 
 from gradpilot.controller.views import summary
 from gradpilot.protos import codec
+from gradpilot.protos.explanations import Since
+from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import (
     BF16,
     DENSE,
@@ -314,6 +316,12 @@ async def test_list_get_and_explain() -> None:
         assert (first.id, first.outcome, first.plan) == (1, "switch", plan)
         assert first.inputs_json
         assert first.front
+        since = from_json(Since, first.since_json)
+        assert (since.id, since.end) == (1, "")
+        assert since.before_seconds > since.measured_seconds > 0  # bf16 after fp32
+        assert since.predicted_seconds == 0.2
+        assert since.steps > 0
+        assert newest.since_json == first.since_json  # of the plan in force
 
 
 async def first_answer(call: object) -> object:

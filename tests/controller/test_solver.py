@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from gradpilot.controller.solver import Solver, SolverError
+from gradpilot.controller.solver import Solver, SolverError, decide
 from gradpilot.policies.base import Inputs, Outcome
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import DENSE
@@ -49,6 +51,40 @@ async def test_a_policy_that_fails_hangs_or_dies_costs_one_decision() -> None:
         assert solver.restarts == 2
     finally:
         solver.close()
+
+
+def busy(policy: str, given: Inputs) -> Outcome:
+    """Compute for half a second, holding what a policy holds, and say where."""
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass
+    return Outcome("keep", str(os.getpid()))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_loop_runs_on_while_another_process_decides() -> None:
+    solver = Solver(20.0, busy)
+    try:
+        await solver.start()
+        decision = asyncio.create_task(solver.decide("busy", inputs()))
+        beats = 0
+        while not decision.done():
+            await asyncio.sleep(0.001)
+            beats += 1
+        outcome, _ = await decision
+        assert int(outcome.reason) == solver._pid != os.getpid()
+        # A decision inside the loop would leave one beat or two; a busy machine loses some.
+        assert beats >= 10
+    finally:
+        solver.close()
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_what_was_measured_is_told_whatever_policy_decides() -> None:
+    told = decide("fixed", replace(inputs(), step_seconds=0.25)).explanation
+    assert told is not None
+    assert told.seen is not None
+    assert (told.seen.step_seconds, told.best) == (0.25, ())
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -8,6 +8,7 @@ import pytest
 
 from gradpilot.controller.errors import StoreError
 from gradpilot.controller.store import RETIRED_KEPT, Store, StoredRun
+from gradpilot.protos.explanations import Since
 from gradpilot.protos.messages import BF16, Decision, LinkEstimate, Plan
 from tests.controller.fakes import layout, plan
 
@@ -122,6 +123,37 @@ async def test_old_decisions_are_forgotten_but_not_the_newest_plan() -> None:
     assert kept == [1, 7, 8, 9]
     assert (await store.load("r", "m")).plan == made
     assert await store.decision("r", "other", 1) is not None
+    await store.close()
+
+
+async def test_what_became_of_plans_is_kept_with_their_decisions(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.sqlite3")
+    store = Store(path, decisions_kept=4)
+    await store.open()
+    first = Since(1, "dense", 0.5, measured=(0.3,), first_step=5, last_step=9)
+    await store.save_decision(decision(1, plan(layout(), 1)), (first,))
+    await store.save_decision(decision(2), (replace(first, last_step=19),))
+    await store.save_decision(decision(3, plan(layout(), 3)), (Since(3),))
+    await store.save_since("r", "other", (Since(4, first_step=1),))
+    await store.close()
+    store = Store(path, decisions_kept=4)
+    await store.open()
+    taken = replace(first, last_step=19)
+    # A plan that the ranks have not taken yet is the answer only if it is asked for.
+    wanted = {1: 1, 2: 1, 3: 3, 4: 1, 9: 1}
+    for asked, id_ in wanted.items():
+        found = await store.since("r", "m", asked)
+        assert found is not None
+        assert found.id == id_
+    assert await store.since("r", "m", 2) == taken
+    assert await store.since("r", "m", 0) is None
+    memory = await store.load("r", "m")
+    assert [one.id for one in memory.since] == [1, 3]
+    for i in range(4, 10):
+        await store.save_decision(decision(i))
+    assert await store.since("r", "m", 2) is None  # gone with the decision
+    assert (await store.load("r", "m")).since[-1].id == 3
+    assert (await store.load("r", "other")).since[-1].id == 4
     await store.close()
 
 

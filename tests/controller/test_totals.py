@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradpilot.controller.totals import DECISION_BUCKETS, SHARED, SUMMED, DecisionStats, Totals
+from gradpilot.controller.totals import (
+    COMPRESSORS,
+    DECISION_BUCKETS,
+    RECENT_ERRORS,
+    SHARED,
+    SUMMED,
+    DecisionStats,
+    PredictionStats,
+    Totals,
+)
+from gradpilot.policies.history import StepError
 from gradpilot.protos.messages import Counters
 
 events = st.lists(
@@ -47,7 +58,35 @@ def test_histogram_is_cumulative() -> None:
     stats = DecisionStats()
     for seconds in (0.0, 0.005, 0.006, 1e9):
         stats.add("keep", seconds)
-    rows = dict(stats.histogram())
+    rows = dict(stats.seconds.rows())
     assert len(rows) == len(DECISION_BUCKETS) + 1
     assert (rows["0.005"], rows["0.01"], rows["30.0"], rows["+Inf"]) == (2, 3, 3, 4)
     assert stats.outcomes["keep"] == 4
+    assert stats.seconds.sum == pytest.approx(1e9 + 0.011)
+
+
+def test_prediction_errors_have_no_sign_and_few_compressors() -> None:
+    stats = PredictionStats()
+    for ratio in (0.5, 1.5, 1.0):
+        stats.add("topk", ratio)
+    assert dict(stats.errors.rows())["0.01"] == 1
+    assert dict(stats.errors.rows())["+Inf"] == 3
+    assert stats.errors.sum == pytest.approx(1.0)
+    assert stats.by_compressor() == {"topk": 0.5}
+    for _ in range(RECENT_ERRORS):
+        stats.add("topk", 1.1)
+    assert stats.by_compressor()["topk"] == pytest.approx(0.1)
+    for i in range(COMPRESSORS):
+        stats.add(f"plug-in {i}", 1.0)
+    assert len(stats.by_compressor()) == COMPRESSORS
+    assert "topk" not in stats.by_compressor()
+
+
+def test_an_error_of_the_history_counts_once() -> None:
+    stats = PredictionStats()
+    first, second = (StepError("topk 1%", "topk", ratio, False, 9) for ratio in (1.1, 1.3))
+    for before, after in (((), (first,)), ((first,), (first,)), ((first,), (first, second))):
+        stats.take(before, after)
+    stats.take((first, second), ())  # the job started again
+    assert dict(stats.errors.rows())["+Inf"] == 2
+    assert stats.errors.sum == pytest.approx(0.4)

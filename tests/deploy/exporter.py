@@ -17,6 +17,7 @@ import grpc.aio
 from gradpilot.controller.config import load
 from gradpilot.controller.server import Controller
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
+from gradpilot.policies.history import History, StepError
 from gradpilot.protos import codec
 from gradpilot.protos.messages import (
     Ack,
@@ -103,6 +104,7 @@ class Scripted:
             current=candidate,
             front=(candidate,) * 3,
             link=LinkEstimate(1e-3, 8e-9, samples=10, age_seconds=1.0),
+            history=History(errors=(StepError("topk", "topk", 1.1, False, inputs.step),)),
         )
 
 

@@ -86,14 +86,17 @@ def test_one_run_is_shown_with_its_layout(address: str, capsys: pytest.CaptureFi
     assert detail["layout"]["digest"] == LAYOUT.digest
 
 
-def test_a_decision_is_explained_with_its_front(
-    address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_decision_is_explained(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     decision = json.loads(_run(capsys, address, "explain", "run", "--output", "json"))
     text = _run(capsys, address, "explain", "run", "--decision", str(decision["id"]))
-    assert decision["reason"] in text
-    assert "front" in text
+    assert all(part in text for part in decision["reason"].split(". "))
+    assert f"front: {len(decision['front'])} points" in text
     assert len(decision["front"]) >= 1
+    assert decision["explanation"]["seen"]["ranks"] == RANKS
+    assert decision["explanation"]["best"]
+    assert decision["since"]["id"] <= decision["id"]
+    for title in ("measured:", "predicted (", "why:", "since then:", "advice on DDP"):
+        assert title in text
     assert decision["inputs_json"]
 
 

@@ -132,7 +132,7 @@ def inputs(
     beta = 8e-6 / mbit
     made = layout(sizes)
     states = tuple(
-        BucketState(overlap * i / max(len(sizes) - 1, 1), -1.0, float(n), 0.0, ENERGY)
+        BucketState(overlap * i / max(len(sizes) - 1, 1), -1.0, float(n), -1.0, ENERGY)
         for i, n in enumerate(sizes)
     )
     base = Inputs(

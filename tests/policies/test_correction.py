@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from gradpilot.policies.compute import FamilyKey
 from gradpilot.policies.correction import (
+    CAUTION,
     FADED_STEPS,
     HALF_LIFE_STEPS,
     REMEMBERED,
+    Bounds,
     Corrections,
     Live,
 )
@@ -68,3 +71,35 @@ def test_it_is_bounded(known: list[tuple[float, float, int]], at: float) -> None
     least, most = REMEMBERED
     for factor in factors(*(record(*values) for values in known), step=2000, at=at):
         assert least * (1 - 1e-9) <= factor <= most * (1 + 1e-9)
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+def most(*records: GainRecord, using: tuple[float, ...] = (), step: int = 1000) -> list[float]:
+    live: dict[FamilyKey, Live] = {TOPK: Live(using, np.zeros(2))} if using else {}
+    found = Bounds(live, records, step).most(TOPK, np.array([0.005, 0.01, 0.012, 0.04]))
+    return [] if found is None else list(found)
+
+
+def test_a_gain_that_fell_below_the_floor_bounds_the_family_there_and_below() -> None:
+    missed = GainRecord("topk", (), 0.01, 0.9, 1000, missed=0.28)
+    least = 0.28 / (1 + CAUTION)
+    assert most(missed) == pytest.approx([least, least, 1.2 * least, 4 * least])
+    assert most(missed, step=1000 + FADED_STEPS) == most(missed)  # it does not fade
+    assert most(missed, step=1001 + FADED_STEPS) == []
+    assert most(record(0.9)) == []
+
+
+def test_of_several_bounds_the_least_holds() -> None:
+    pair = (
+        GainRecord("topk", (), 0.01, 0.9, 1000, missed=0.28),
+        GainRecord("topk", (), 0.012, 0.9, 1000, missed=0.2),
+    )
+    assert most(*pair)[:3] == pytest.approx([0.2 / (1 + CAUTION)] * 3)
+
+
+def test_where_it_is_in_use_what_is_measured_now_counts() -> None:
+    missed = GainRecord("topk", (), 0.01, 0.9, 1000, missed=0.28)
+    assert most(missed, using=(0.01,)) == []
+    assert len(most(missed, using=(0.02,))) == 4

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from gradpilot.policies.base import BucketState
 from gradpilot.policies.gain import (
+    BARE_POWER,
     GainModel,
     efficiency,
     gaussian_gain,
     laplace_gain,
+    skip_efficiency,
     skip_gain,
 )
 from gradpilot.policies.history import GainRecord
@@ -115,12 +117,14 @@ def test_weights() -> None:
     assert weights(math.nan, 0.0) == pytest.approx([0.25, 0.75])
 
 
-def test_efficiency_of_skipping_matches_the_data() -> None:
-    # 600 and 400 steps to 86 % where dense took 300 and 250.
-    from gradpilot.policies.gain import SKIP_EXPONENT
-
-    worth = efficiency(np.array(skip_gain("ring", 4, 2)), SKIP_EXPONENT)
-    assert 1 / float(worth) == pytest.approx(500 / 275, rel=0.03)
+def test_efficiency_of_skipping_depends_on_the_divisor() -> None:
+    for divisor in ("skip", "drop", "shrink"):
+        worth = [skip_efficiency(skip_gain("ring", 4, s), divisor) for s in range(4)]
+        assert worth[0] == 1.0
+        assert worth == sorted(worth, reverse=True)
+    # Measured with 2 of 4 skipped: 0.72 and 0.58 with divisor N, 0.47 and 0.44 with N - S.
+    assert skip_efficiency(0.5, "skip") == pytest.approx((0.72 * 0.58) ** 0.5, rel=0.1)
+    assert skip_efficiency(0.5, "drop") == pytest.approx((0.47 * 0.44) ** 0.5, rel=0.15)
 
 
 def test_share_that_is_heard() -> None:
@@ -151,3 +155,38 @@ def test_gain_is_monotone_and_bounded(
     assert (np.diff(gains, axis=0) >= -1e-12).all()
     worth = efficiency(gains, exponent)
     assert ((worth > 0) & (worth <= 1)).all()
+
+
+# --- under error feedback ------------------------------------------------------------------------
+
+
+def with_residual(residual: float) -> BucketState:
+    return BucketState(gradient_sq=1.0, residual_sq=residual, energy=scenario.ENERGY)
+
+
+def test_of_a_bare_gradient_less_is_expected_than_its_largest_elements_hold() -> None:
+    """The residual will hold what is not sent, so under compression they hold less."""
+    at = np.array([0.01])
+    plain = GainModel(BUCKETS, [KNOWN] * 2).gain(TOPK, at)[0, 0]
+    for residual, power in ((0.0, BARE_POWER), (0.25, 2.0), (0.5, 1.0), (0.9, 1.0)):
+        gain = GainModel(BUCKETS, [with_residual(residual)] * 2).gain(TOPK, at)[0, 0]
+        assert gain == pytest.approx(plain**power)
+
+
+def test_what_is_measured_in_use_is_not_lowered() -> None:
+    states = [BucketState(0.0, 0.2, 1.0, 0.0, scenario.ENERGY)] * 2
+    option = Option("topk", 0.01, "allgather")
+    model = GainModel(BUCKETS, states, [option] * 2, [TOPK])
+    assert model.gain(TOPK, np.array([0.01]))[0] == pytest.approx([0.2, 0.2])
+
+
+def test_weights_are_those_of_the_gradient_without_its_residual() -> None:
+    states = [with_residual(0.5), BucketState(gradient_sq=3.0, residual_sq=2.5)]
+    assert GainModel(BUCKETS, states).weights == pytest.approx([0.5, 0.5])
+
+
+def test_a_remembered_miss_makes_the_same_choice_impossible() -> None:
+    missed = GainRecord("topk", (), 0.01, 1.5, 900, missed=0.28)
+    model = GainModel(BUCKETS, [KNOWN] * 2, [BF16] * 2, [TOPK], [missed], 1000)
+    gain = model.gain(TOPK, np.array([0.005, 0.01])) @ model.weights
+    assert (gain < 0.28).all()

@@ -99,7 +99,7 @@ def test_no_time_at_all_is_told() -> None:
 def test_kimad_plus_errs_less_within_the_same_bytes() -> None:
     curves = [tuple(ratio**power for ratio in ENERGY_RATIOS) for power in (0.1, 0.3, 0.6)]
     states = tuple(
-        BucketState(0.0, -1.0, square, 0.0, energy)
+        BucketState(0.0, -1.0, square, -1.0, energy)
         for square, energy in zip((1.0, 8.0, 3.0), curves, strict=True)
     )
     one, each = (

@@ -45,7 +45,7 @@ def measuring(gain: float, history: History = NOTHING, **fields: object) -> Inpu
 def test_without_a_forecast_the_present_curve_is_compared() -> None:
     history = learn(measuring(0.14), TOPK)
     (record,) = history.gains
-    assert record == GainRecord("topk", (), 0.01, record.factor, 1000)
+    assert record == GainRecord("topk", (), 0.01, record.factor, 1000, missed=0.14)
     assert record.factor == pytest.approx(0.14 / 0.281, rel=0.01)
 
 
@@ -65,9 +65,10 @@ def test_after_the_trial_the_factor_stays_and_does_not_age_while_in_use() -> Non
     old = GainRecord("topk", (), 0.01, 0.5, 400)
     history = History(gains=(old,), forecasts=(Forecast("topk", (), 0.01, 0.2),))
     late = measuring(0.02, history, steps_since_switch=TRIAL_STEPS + 1)
-    assert learn(late, TOPK).gains == (replace(old, step=1000),)
+    assert learn(late, TOPK).gains == (replace(old, step=1000, missed=0.02),)
     early = measuring(0.02, history, steps_since_switch=TRIAL_STEPS)
-    assert learn(early, TOPK).gains == (replace(old, factor=0.2, step=1000),)  # 0.1, bounded
+    bounded = replace(old, factor=0.2, step=1000, missed=0.02)  # measured / predicted is 0.1
+    assert learn(early, TOPK).gains == (bounded,)
 
 
 def test_what_cannot_be_compared_is_not_learned() -> None:
@@ -129,7 +130,7 @@ def test_departures_are_bounded() -> None:
 def state(option: Option, kept: float, elements: int, ready: float) -> BucketState:
     """One bucket under an option: with a residual, only ``kept`` of the energy stays on top."""
     if option.compressor in ("none", "bf16"):
-        return BucketState(ready, 1.0, float(elements), 0.0, scenario.ENERGY)
+        return BucketState(ready, 1.0, float(elements), -1.0, scenario.ENERGY)
     family: Family = next(
         f for f in scenario.families((elements,)) if (f.compressor, f.settings) == option.family
     )

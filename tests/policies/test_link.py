@@ -278,3 +278,103 @@ def test_what_a_rank_did_not_tell_counts_only_without_anything_newer() -> None:
     assert alone is not None
     assert alone.beta_seconds_per_byte == pytest.approx(8e-7, rel=0.01)
     assert fit_link((*good, *late), 8) != fit_link(good, 8)  # the whole ones are old
+
+
+# --- how well, with stragglers --------------------------------------------------------------------
+
+
+def straggled(
+    rng: np.random.Generator,
+    alpha: float,
+    beta: float,
+    n_ranks: int,
+    count: int,
+    *,
+    decades: float = 1.5,
+    newest_age: float = 0.0,
+) -> list[Operation]:
+    """A fifth of the operations wait for a rank, on average as long as they take; 5 % of noise.
+
+    Sizes lie within so many decades of the one at which latency and bandwidth cost the same.
+    """
+    made = []
+    for i in range(count):
+        collective = str(rng.choice(("all_reduce", "all_gather", "broadcast")))
+        a, b = coefficients(collective, n_ranks)
+        middle = a * alpha / (b * beta)
+        size = int(middle * 10 ** rng.uniform(-decades, decades)) + 1
+        free = a * alpha + b * size * beta
+        late = rng.exponential() if rng.random() < 0.2 else 0.0
+        seconds = free * (math.exp(0.05 * rng.normal()) + late)
+        age = newest_age + (count - 1 - i) * 0.1
+        made.append(Operation(i, collective, size, 0, seconds, 0.0, age))
+    return made
+
+
+GRID = [
+    (n, alpha, 8 / rate)
+    for n in (2, 4, 8, 64, 1024)
+    for alpha in (50e-6, 1e-3, 20e-3)
+    for rate in (1e8, 1e9, 25e9)
+]
+
+
+def test_alpha_and_beta_within_15_percent_and_the_errors_say_how_much() -> None:
+    """48 operations, 450 links: measured were 6 and 7 % at most, and 97 and 96 % covered."""
+    covered = np.zeros(2)
+    runs = 10 * len(GRID)
+    seeds = iter(np.random.SeedSequence(0).spawn(runs))
+    for n, alpha, beta in GRID:
+        for _ in range(10):
+            rng = np.random.default_rng(next(seeds))
+            link = fit_link(straggled(rng, alpha, beta, n, 48), n)
+            assert link is not None
+            assert link.separable
+            assert link.alpha_seconds == pytest.approx(alpha, rel=0.15)
+            assert link.beta_seconds_per_byte == pytest.approx(beta, rel=0.15)
+            covered += (
+                abs(link.alpha_seconds - alpha) <= 2 * link.alpha_error,
+                abs(link.beta_seconds_per_byte - beta) <= 2 * link.beta_error,
+            )
+    assert (covered / runs >= 0.9).all()
+
+
+@pytest.mark.parametrize(("decades", "told"), [(0.02, 0.0), (0.05, 0.1), (0.7, 1.0)])
+def test_what_cannot_be_separated_is_flagged(decades: float, told: float) -> None:
+    """Sizes within 5, 12 and 400 %: claimed are 0, 5 and 100 % of 100 fits from 24 operations."""
+    claims = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        link = fit_link(straggled(rng, 1e-3, 8e-8, N, 24, decades=decades), N)
+        assert link is not None
+        claims += link.separable
+    assert claims / 100 == pytest.approx(told, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factors", "seen"),
+    [((2, 2), 95), ((0.5, 0.5), 95), ((1, 2), 95), ((2, 1), 95), ((1, 0.5), 80), ((0.5, 1), 80)],
+)
+def test_a_change_by_two_is_in_the_estimate_after_two_periods(
+    factors: tuple[float, float], seen: int
+) -> None:
+    """Both numbers within 25 % after two decisions with 24 new operations each.
+
+    Of 100 runs these were 98 to 100, and 87 and 89 where only one of the two became smaller.
+    """
+    alpha, beta, period = 1e-3, 8e-8, 24
+    now = (factors[0] * alpha, factors[1] * beta)
+    right = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        before = straggled(rng, alpha, beta, N, 150, newest_age=0.1 * 2 * period)
+        link = fit_link(before, N)
+        after = straggled(rng, *now, N, 2 * period)
+        for upto in (period, 2 * period):
+            link = fit_link([*before, *after[:upto]], N, previous=link)
+        assert link is not None
+        right += (
+            abs(link.alpha_seconds / now[0] - 1) < 0.25
+            and abs(link.beta_seconds_per_byte / now[1] - 1) < 0.25
+        )
+    assert right >= seen

@@ -10,8 +10,8 @@ import pytest
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import ComputeModel
-from gradpilot.policies.cost import coefficients
-from gradpilot.policies.gain import SKIP_EXPONENT
+from gradpilot.policies.cost import at_once, coefficients
+from gradpilot.policies.gain import skip_efficiency
 from gradpilot.policies.options import COSTED, bucket_groups, make_heads, ratio_grid
 from gradpilot.policies.problem import Space
 from gradpilot.protos.messages import (
@@ -73,6 +73,7 @@ def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str,
     squares = sum(s.gradient_sq for s in inputs.buckets)
     end = 0.0
     bandwidth = last = 0.0
+    ends = [0.0] * at_once(inputs.backend)
     kinds = {tuple(r.collective for r in b.rounds) for p in family.ladder for b in p.buckets}
     single = kinds == {("all_reduce",)}
     for b, bucket in enumerate(inputs.layout.buckets):
@@ -104,13 +105,14 @@ def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str,
         left = 1 - option.skip / n if option.collective == "ring" else 0.5**option.skip
         weight = state.gradient_sq / squares
         total["gain"] += weight * gain * left
-        total["worth"] += weight * gain**family.efficiency_exponent * left**SKIP_EXPONENT
+        total["worth"] += weight * gain**family.efficiency_exponent * skip_efficiency(left, "skip")
         total["compress"] += before + after
         total["wire"] += latency + transfer
         ready = state.ready_seconds
         end = max(end, ready) + before + latency + transfer + after
-        bandwidth = max(bandwidth, ready + before) + transfer
-        last = max(last, bandwidth + latency + after)
+        bandwidth = max(bandwidth, ready + before, ends[b]) + transfer
+        ends.append(max(ends[-1], bandwidth + latency))
+        last = max(last, ends[-1] + after)
     if option.collective == "native" and single:
         end = last
     exposed = max(0.0, end - max(s.ready_seconds for s in inputs.buckets))

@@ -13,10 +13,12 @@ from gradpilot.policies.timeline import step_seconds, straggle_seconds, wire_end
 Lists = list[list[int]]
 
 
-def end(ready: list[int], *parts: Lists, pipelined: bool = False) -> list[float]:
+def end(ready: list[int], *parts: Lists, at_once: int = 0) -> list[float]:
     one, two, three, four = (np.array(part, dtype=float) for part in parts)
-    flags = np.full(len(one), pipelined)
-    return list(wire_end(np.array(ready, dtype=float), one, two, three, four, flags))
+    flags = np.full(len(one), at_once > 0)
+    return list(
+        wire_end(np.array(ready, dtype=float), one, two, three, four, flags, max(at_once, 1))
+    )
 
 
 def test_sequence_by_hand() -> None:
@@ -28,7 +30,19 @@ def test_sequence_by_hand() -> None:
 def test_pipeline_overlaps_latency() -> None:
     parts = ([[0, 0, 0]], [[5, 5, 5]], [[1, 1, 1]], [[0, 0, 0]])
     assert end([0, 0, 0], *parts) == [18]
-    assert end([0, 0, 0], *parts, pipelined=True) == [8]
+    assert end([0, 0, 0], *parts, at_once=3) == [8]
+
+
+def test_only_so_many_buckets_overlap() -> None:
+    parts = ([[0, 0, 0]], [[5, 5, 5]], [[1, 1, 1]], [[0, 0, 0]])
+    assert end([0, 0, 0], *parts, at_once=2) == [12]  # the third begins at 6, as the first ends
+    assert end([0, 0, 0], *parts, at_once=1) == [18]
+
+
+def test_compressing_overlaps_with_the_wire_even_where_collectives_do_not() -> None:
+    parts = ([[4, 4]], [[5, 5]], [[1, 1]], [[2, 2]])
+    assert end([0, 0], *parts) == [24]
+    assert end([0, 0], *parts, at_once=1) == [18]  # 4 + 6 + 6, then the last decompress
 
 
 def test_only_what_sticks_out_counts() -> None:
@@ -55,19 +69,23 @@ def test_waiting_counts_as_far_as_the_step_shows_it(
 
 
 @hypothesis_settings(max_examples=100, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000))
-def test_vectorised_equals_one_by_one(buckets: int, candidates: int, seed: int) -> None:
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1000))
+def test_vectorised_equals_one_by_one(
+    buckets: int, candidates: int, at_once: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     ready = np.sort(rng.random(buckets))
     parts = [rng.random((candidates, buckets)) for _ in range(4)]
     flags = rng.random(candidates) < 0.5
-    whole = wire_end(ready, parts[0], parts[1], parts[2], parts[3], flags)
+    whole = wire_end(ready, parts[0], parts[1], parts[2], parts[3], flags, at_once)
     for p in range(candidates):
         c, lat, tra, d = (part[p] for part in parts)
         done = wire = last = 0.0
+        ends = [0.0] * at_once
         for b in range(buckets):
             done = max(done, ready[b]) + c[b] + lat[b] + tra[b] + d[b]
-            wire = max(wire, ready[b] + c[b]) + tra[b]
-            last = max(last, wire + lat[b] + d[b])
+            wire = max(wire, ready[b] + c[b], ends[b]) + tra[b]
+            ends.append(max(ends[-1], wire + lat[b]))
+            last = max(last, ends[-1] + d[b])
         assert whole[p] == pytest.approx(last if flags[p] else done)
         assert last <= done + 1e-12

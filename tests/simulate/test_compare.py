@@ -30,7 +30,8 @@ def test_every_policy_can_be_compared() -> None:
 
 def test_adaptive_on_a_constant_slow_link_comes_close_to_the_best_fixed_plan() -> None:
     of = case(
-        constant(0.5, 0.5), noise=Noise(), steps=600, sequential=True, settings=QUICK
+        constant(0.5, 0.5), noise=Noise(), steps=600, sequential=True,
+        settings=PolicySettings(interval=10),  # of a coarse grid no ratio may be close
     )  # fmt: skip
     found = compare(of, (Contender("adaptive"), Contender("fixed", DENSE)))
     assert found.versus_fixed("adaptive") < 1.15  # the beginning included

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from gradpilot.controller.plans import START_INTERVAL
 from gradpilot.errors import ConfigError
 from gradpilot.policies.base import Inputs, Outcome, PolicySettings
 from gradpilot.policies.link import fit_link
@@ -51,10 +52,11 @@ def test_equal_cases_have_equal_results(policy: str) -> None:
 
 
 def test_plans_change_at_decision_steps_only() -> None:
-    of = case(noise=Noise(), steps=400, settings=PolicySettings(interval=20))
+    of = case(noise=Noise(), steps=400, settings=PolicySettings(interval=20, interval_seconds=1e9))
     result = Driver(of).run(alternate)
     assert len(result.switches) > 5
-    assert all(switch.step % 20 == 0 for switch in result.switches)
+    assert result.switches[0].step % START_INTERVAL == 0
+    assert all(switch.step % 20 == 0 for switch in result.switches[1:])
     for switch in result.switches:
         assert switch.decided <= switch.seconds
     decided = [switch.decided for switch in result.switches]

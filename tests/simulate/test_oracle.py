@@ -55,7 +55,7 @@ def test_on_a_constant_network_it_is_the_best_fixed_plan() -> None:
     bound = clairvoyant.oracle()
     (option, *_), best = clairvoyant.best_fixed()
     assert bound.seconds <= best.seconds * (1 + 1e-9)
-    assert bound.seconds >= 0.9 * best.seconds  # gains change in training, so may its choice
+    assert bound.seconds >= 0.85 * best.seconds  # gains change in training, so may its choice
     assert option.ratio < 1
     brute = min(
         Driver(of).fixed(everywhere(of, o)).seconds

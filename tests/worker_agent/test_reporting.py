@@ -391,3 +391,22 @@ def test_calls_cost_about_a_microsecond() -> None:
     # Measured 0.1 .. 0.3, a whole step 2; the bounds leave room for a busy machine.
     assert max(costs["bucket_ready"], costs["bucket_done"], costs["sample"]) < 5, costs
     assert costs["step"] < 20, costs
+
+
+def test_a_plan_for_slow_steps_is_sampled_more_often() -> None:
+    """Of blocks no longer than its decision step; the plan after it has the usual ones again."""
+
+    def sampled(interval: int | None, number: int, recorder: WindowRecorder) -> int:
+        recorder.set_plan((1, number), interval)
+        taken = 0
+        for step in range(100, 260):
+            recorder.begin_step(step, float(step))
+            taken += recorder.sampling and step >= 164
+            recorder.end_step(step + 0.1, step + 0.2)
+        return taken
+
+    recorder = WindowRecorder(LAYOUT, sample_block=32, sample_steps=4)
+    assert sampled(None, 1, recorder) == 12
+    assert sampled(8, 2, recorder) == 48
+    assert sampled(2, 3, recorder) == 96
+    assert sampled(50, 4, recorder) == 12

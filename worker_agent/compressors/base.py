@@ -154,7 +154,7 @@ class Compressor(ABC):
             it, so only calibrated compressors are offered to them; the others can be pinned.
         gain_model: See ``messages.Family``.
         gain_factor: See ``messages.Family``.
-        efficiency_exponent: See ``messages.Family``.
+        efficiency_exponent: See ``messages.Family``. May depend on settings.
     """
 
     name: ClassVar[str]
@@ -167,7 +167,6 @@ class Compressor(ABC):
     calibrated: ClassVar[bool] = False
     gain_model: ClassVar[str] = "constant"
     gain_factor: ClassVar[float] = 1.0
-    efficiency_exponent: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -203,6 +202,11 @@ class Compressor(ABC):
     def ratio(self) -> float:
         """Return the kept fraction of elements, (0, 1]."""
         return 1.0
+
+    @property
+    def efficiency_exponent(self) -> float:
+        """Return by what power of the gain a step makes progress; 0 if that costs no steps."""
+        return 0.0
 
     @property
     def estimator(self) -> str:
