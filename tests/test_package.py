@@ -28,7 +28,18 @@ HANDLE = {
     *("observe", "state_dict", "load_state_dict", "detach", "close"),
 }
 
-ATTACH = ["model", "controller", "run", "name", "policy", "seed", "start", "wire", "settings"]
+ATTACH = [
+    "model",
+    "controller",
+    "run",
+    "name",
+    "policy",
+    "seed",
+    "start",
+    "wire",
+    "grad_scaler",
+    "settings",
+]
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ TESTED_ELSEWHERE = {
     "gradpilot/errors.py": "tests/protos/test_codec.py",
     "policies/base.py": "tests/policies/test_adaptive.py",
     "policies/evaluation.py": "tests/policies/test_choice.py",
+    "protos/explanations.py": "tests/controller/test_aftermath.py",
     "protos/messages.py": "tests/protos/test_validate.py",
     "protos/messages_catalog.py": "tests/protos/test_validate.py",
     "protos/messages_options.py": "tests/protos/test_validate.py",

@@ -127,10 +127,14 @@ def test_close_to_the_exact_answer() -> None:
 def test_uniform_search_finds_most_of_the_front() -> None:
     space = Space(scenario.inputs(), LINK)
     exact = space.uniform()
-    front = {tuple(row) for row in exact.objectives[non_dominated(exact.objectives)]}
-    found = solver.nsga2_uniform(space, 1)
-    hit = {tuple(row) for row in found.objectives[non_dominated(found.objectives)]}
-    assert len(front & hit) >= 0.8 * len(front)
+
+    def front(evaluation: Evaluation) -> set[tuple[float, ...]]:
+        # Sums of as many candidates as there happen to be may differ in their last bits.
+        points = evaluation.objectives[non_dominated(evaluation.objectives)]
+        return {tuple(row) for row in points.round(10)}
+
+    found = front(solver.nsga2_uniform(space, 1))
+    assert len(front(exact) & found) >= 0.8 * len(front(exact))
 
 
 def test_tiny_space_ends() -> None:
