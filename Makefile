@@ -30,7 +30,7 @@ demo: $(RUN)  ## train a small job on an emulated slow link and watch plans chan
 # Two workers: tests/conftest.py says what may run beside what.
 # The outer limit ends a test that blocks where pytest-timeout cannot interrupt it.
 test: $(DEV)  ## run all tests; PYTEST_ARGS adds arguments
-	@timeout --kill-after=30 $(SECONDS_FOR_TESTS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup $(PYTEST_ARGS)
+	@timeout --kill-after=30 $(SECONDS_FOR_TESTS) $(BIN)/python -m pytest --numprocesses=2 --dist=loadscope $(PYTEST_ARGS)
 
 lint: $(DEV)  ## check style, types and layers
 	$(BIN)/ruff check .
