@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 _ARITHMETIC = frozenset(
-    ("policies", "protos", "simulate", "worker_agent/collectives", "worker_agent/compressors")
-)
-"""Folders of tests that only compute: they can run beside anything."""
+    ("bench", "policies", "protos", "simulate", "worker_agent/collectives",
+     "worker_agent/compressors")
+)  # fmt: skip
+"""Folders of tests that only compute, but for those of netlab: they can run beside anything."""
 
 _REQUIRE_ALL = os.environ.get("GRADPILOT_REQUIRE_ALL", "") == "1"
 
@@ -45,8 +46,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFolder(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            folder = file.removeprefix("tests/").rpartition("/")[0]
-            return file if folder in _ARITHMETIC else "machine"
+            folder, _, name = file.removeprefix("tests/").rpartition("/")
+            computes = folder in _ARITHMETIC and not name.startswith("test_netlab")
+            return file if computes else "machine"
 
     return ByFolder(config, log)
 

@@ -71,7 +71,7 @@ _LINKS = {
     "high latency": (20e-3, 1e9),
 }
 _FULL = (("fast", 180), ("slow", 80), ("high latency", 40), ("fast", 420))
-_QUICK = (("fast", 50), ("slow", 30), ("high latency", 10), ("fast", 60))
+_QUICK = (("fast", 50), ("slow", 45), ("high latency", 10), ("fast", 60))
 
 
 def make_schedule(quick: bool = False, steps: int = 0) -> Schedule:

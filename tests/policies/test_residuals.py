@@ -95,3 +95,16 @@ def test_a_residual_that_settles_raises_no_alarm() -> None:
         found = look(trend, 9.0 * (1 - 0.8 ** (number + 1)))
         assert not found.alarm, number
         trend = found.trend
+
+
+def test_gradients_that_grew_since_are_known_by_what_a_step_sends() -> None:
+    # 60 times the gradient of the last dense plan, but a step sends three times what waits.
+    inputs = measured((60.0, 60.0, 60.0), reference())
+    grown = tuple(
+        replace(s, gain=0.75, gradient_sq=240.0 * n)
+        for s, n in zip(inputs.buckets, SIZES, strict=True)
+    )
+    assert not watch(replace(inputs, buckets=grown), (TOPK,), rebase=False).alarm
+    # A step that sends next to nothing of it is no excuse.
+    stuck = tuple(replace(s, gain=0.02) for s in inputs.buckets)
+    assert watch(replace(inputs, buckets=stuck), (TOPK,), rebase=False).alarm

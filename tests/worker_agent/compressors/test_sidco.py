@@ -86,7 +86,7 @@ def test_selects_about_k_from_a_sample(ratio: float, tolerance: float) -> None:
     assert [c / 1e6 for c in counts(step)] == pytest.approx([ratio] * 2, rel=tolerance)
     for grad, estimate in zip(grads, step.estimates, strict=True):
         assert isinstance(estimate.sent, Sparse)
-        indices = estimate.sent.indices
+        indices = estimate.sent.indices.long()
         left = grad.clone().index_fill_(0, indices, 0.0)
         assert grad[indices].abs().min() >= left.abs().max()
 
