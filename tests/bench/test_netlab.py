@@ -426,8 +426,8 @@ def test_commands_that_wait_for_one_that_takes_the_lab_down_start_anew() -> None
                 inside.append(number)
                 assert inside == [number]
                 time.sleep(0.001)
-                names.lock_file(name).unlink()
                 inside.remove(number)
+                names.lock_file(name).unlink()  # from here on another may lock a file of its own
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(use, range(4)))
