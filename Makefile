@@ -16,7 +16,7 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-efficiency bench-netlab bench-solver clean
+	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab bench-solver clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -58,6 +58,9 @@ bench-compressors: $(DEV)  ## time all compressors; writes bench/results/compres
 
 bench-claims: $(DEV)  ## try the claims of the papers; writes bench/results/claims.json
 	$(BIN)/python -m bench.claims
+
+bench-decisions: $(DEV)  ## simulate all policies (16 minutes); writes bench/results/decisions.json
+	$(BIN)/python -m bench.decisions --traces 8
 
 bench-efficiency: $(DEV)  ## train to see what compression costs in steps; writes bench/results/efficiency.json
 	$(BIN)/python -m bench.efficiency

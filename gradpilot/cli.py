@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gradpilot
-from gradpilot.errors import ConfigError, GradpilotError
+from gradpilot.errors import GradpilotError
+from gradpilot.program import exit_code
 
 if TYPE_CHECKING:
     from gradpilot.operate import OperatorClient
@@ -34,17 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _PROGRAMS:
         return _run_program(*_PROGRAMS[arguments[0]][:2], arguments[1:])
     parsed = _parser().parse_args(arguments)
-    try:
-        result: int = parsed.command(parsed)
-    except GradpilotError as error:
-        print(f"gradpilot: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has enough
-        sys.stderr.close()
-        return 0
-    return result
+    return exit_code("gradpilot", lambda: int(parsed.command(parsed)))
 
 
 def _run_program(module: str, extra: str, arguments: list[str]) -> int:

@@ -25,10 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
-from gradpilot.policies.guards import sane
-from gradpilot.policies.host import find_host
-from gradpilot.policies.link import fit_link
-from gradpilot.policies.published import answer, recall, remember, unmeasured
+from gradpilot.policies.published import answer, link_and_host, recall, remember
 from gradpilot.protos.messages import DENSE
 
 NAME = "accordion"
@@ -83,13 +80,10 @@ class Accordion:
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return the outcome; norms are compared once in an interval."""
-        problem = sane(inputs) or unmeasured(inputs, energy=False)
-        if problem:
-            return Outcome("keep", f"kept: {problem}", link=inputs.link)
-        link = fit_link(inputs.operations, inputs.world_size, inputs.backend, inputs.link)
-        host = find_host(inputs, "topk", ("allgather",))
-        if host is None:
-            return Outcome("keep", "kept: the agents have no topk by allgather", link=link)
+        ready = link_and_host(inputs, energy=False)
+        if isinstance(ready, Outcome):
+            return ready
+        link, host = ready
         state = _next(inputs, recall(inputs, NAME, State))
         mild = host.option(host.clamp(PUBLISHED.high))
         options = tuple(DENSE if critical else mild for critical in state.critical)

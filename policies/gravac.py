@@ -33,11 +33,9 @@ import numpy as np
 
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
 from gradpilot.policies.gain import usable_gain
-from gradpilot.policies.guards import sane
-from gradpilot.policies.host import Host, find_host
-from gradpilot.policies.link import fit_link
+from gradpilot.policies.host import Host
 from gradpilot.policies.options import current_options
-from gradpilot.policies.published import answer, recall, remember, unmeasured
+from gradpilot.policies.published import answer, link_and_host, recall, remember
 from gradpilot.protos.messages import DENSE
 
 NAME = "gravac"
@@ -113,13 +111,10 @@ class GraVAC:
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return the outcome: strong, floor or dense by their gains now."""
-        problem = sane(inputs) or unmeasured(inputs)
-        if problem:
-            return Outcome("keep", f"kept: {problem}", link=inputs.link)
-        link = fit_link(inputs.operations, inputs.world_size, inputs.backend, inputs.link)
-        host = find_host(inputs, "topk", ("allgather",))
-        if host is None:
-            return Outcome("keep", "kept: the agents have no topk by allgather", link=link)
+        ready = link_and_host(inputs)
+        if isinstance(ready, Outcome):
+            return ready
+        link, host = ready
         constants = self._constants
         state = recall(inputs, NAME, State)
         if state is None or inputs.step < state.step:

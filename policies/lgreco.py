@@ -21,10 +21,8 @@ import numpy as np
 
 from gradpilot.policies.allocation import allocate
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
-from gradpilot.policies.guards import sane
-from gradpilot.policies.host import Host, find_host
-from gradpilot.policies.link import fit_link
-from gradpilot.policies.published import answer, recall, remember, unmeasured
+from gradpilot.policies.host import Host
+from gradpilot.policies.published import answer, link_and_host, recall, remember
 
 NAME = "lgreco"
 
@@ -72,13 +70,10 @@ class LGreCo:
 
     def decide(self, inputs: Inputs) -> Outcome:
         """Return the outcome; a new allocation every ``renew_steps`` steps."""
-        problem = sane(inputs) or unmeasured(inputs)
-        if problem:
-            return Outcome("keep", f"kept: {problem}", link=inputs.link)
-        link = fit_link(inputs.operations, inputs.world_size, inputs.backend, inputs.link)
-        host = find_host(inputs, "topk", ("allgather",))
-        if host is None:
-            return Outcome("keep", "kept: the agents have no topk by allgather", link=link)
+        ready = link_and_host(inputs)
+        if isinstance(ready, Outcome):
+            return ready
+        link, host = ready
         state = recall(inputs, NAME, State)
         if state is None or not 0 <= inputs.step - state.step < PUBLISHED.renew_steps:
             state = allocation(inputs, host)

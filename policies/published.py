@@ -17,7 +17,10 @@ import numpy as np
 
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.base import BucketState, Inputs, Outcome
+from gradpilot.policies.guards import sane
 from gradpilot.policies.history import History
+from gradpilot.policies.host import Host, find_host
+from gradpilot.policies.link import fit_link
 from gradpilot.policies.options import current_options
 from gradpilot.policies.problem import Space
 from gradpilot.protos.jsoncodec import from_json, to_json
@@ -50,6 +53,25 @@ def remember(inputs: Inputs, policy: str, state: Any) -> History:
     """Return the history for the next decision with this state (a dataclass) as our own."""
     note = Note(policy, inputs.layout.digest, to_json(state))
     return replace(inputs.history, own=to_json(note))
+
+
+def link_and_host(
+    inputs: Inputs, *, energy: bool = True
+) -> tuple[LinkEstimate | None, Host] | Outcome:
+    """Return the link, None if nothing was timed, and top-k; or why the plan has to stay.
+
+    Args:
+        inputs: What is known.
+        energy: Whether energy curves are needed.
+    """
+    problem = sane(inputs) or unmeasured(inputs, energy=energy)
+    if problem:
+        return Outcome("keep", f"kept: {problem}", link=inputs.link)
+    link = fit_link(inputs.operations, inputs.world_size, inputs.backend, inputs.link)
+    host = find_host(inputs, "topk", ("allgather",))
+    if host is None:
+        return Outcome("keep", "kept: the agents have no topk by allgather", link=link)
+    return link, host
 
 
 def unmeasured(inputs: Inputs, *, energy: bool = True) -> str:

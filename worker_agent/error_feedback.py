@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpilot.worker_agent.buckets import Slot
+from gradpilot.worker_agent.statistics import squared_norm
 
 
 class ResidualStore:
@@ -133,7 +134,7 @@ class ResidualStore:
     def squared_norm(self, slot: Slot) -> float:
         """Return ||residual||^2 of a bucket, 0 without one."""
         residual = self._committed.get(slot.key)
-        return 0.0 if residual is None else float(residual.double().square().sum())
+        return 0.0 if residual is None else squared_norm(residual)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual of every parameter that has one, flat, by parameter name."""

@@ -17,10 +17,11 @@ from typing import TextIO
 from gradpilot.controller.config import ControllerConfig, state_path
 from gradpilot.controller.errors import StoreError
 from gradpilot.controller.store import Store
-from gradpilot.errors import ConfigError, GradpilotError
+from gradpilot.errors import ConfigError
 from gradpilot.policies.base import POLICIES, Inputs, Outcome
 from gradpilot.policies.guards import settle
 from gradpilot.policies.options import current_options
+from gradpilot.program import exit_code
 from gradpilot.protos.jsoncodec import from_json, to_json
 from gradpilot.protos.messages import Candidate, Decision, Option, Plan
 
@@ -147,11 +148,7 @@ async def find(store: Store, run: str, model: str, id_: int) -> Decision:
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0: equal (or another policy was asked), 1: different or failed, 2: usage."""
     arguments = _parser().parse_args(argv)
-    try:
-        return _run(arguments, sys.stdout)
-    except GradpilotError as error:
-        sys.stderr.write(f"gradpilot replay: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+    return exit_code("gradpilot replay", lambda: _run(arguments, sys.stdout))
 
 
 def _parser() -> argparse.ArgumentParser:

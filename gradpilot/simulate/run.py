@@ -10,8 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from gradpilot.errors import ConfigError, GradpilotError
+from gradpilot.errors import ConfigError
 from gradpilot.policies.base import POLICIES, PolicySettings
+from gradpilot.program import exit_code
 from gradpilot.protos.option_text import parse_option
 from gradpilot.simulate.compare import Comparison, Contender, compare
 from gradpilot.simulate.driver import Case
@@ -27,16 +28,7 @@ ROUND_SECONDS = 1200.0
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        return _run(arguments, sys.stdout)
-    except GradpilotError as error:
-        sys.stderr.write(f"gradpilot simulate: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has enough
-        sys.stderr.close()
-        return 0
+    return exit_code("gradpilot simulate", lambda: _run(arguments, sys.stdout))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def test_packets_on_their_way_keep_their_order(lab: Lab) -> None:
         assert [int.from_bytes(receiver.recv(4), "big") for _ in range(150)] == list(range(150))
 
 
-def test_hosts_use_cubic_and_have_no_way_around_the_delay(lab: Lab) -> None:
+@contextmanager
+def connected(lab: Lab) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a TCP connection from host 0 to host 1, the client's first."""
     with (
         socket_in(lab.namespace(1), socket.AF_INET, socket.SOCK_STREAM) as listener,
         socket_in(lab.namespace(0), socket.AF_INET, socket.SOCK_STREAM) as client,
@@ -195,9 +198,14 @@ def test_hosts_use_cubic_and_have_no_way_around_the_delay(lab: Lab) -> None:
         client.connect(listener.getsockname())
         server, _ = listener.accept()
         with server:
-            for end in (client, server):
-                name = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-                assert name.rstrip(b"\0") == b"cubic"
+            yield client, server
+
+
+def test_hosts_use_cubic_and_have_no_way_around_the_delay(lab: Lab) -> None:
+    with connected(lab) as (client, server):
+        for end in (client, server):
+            name = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert name.rstrip(b"\0") == b"cubic"
     devices = json.loads(command(["ip", "-n", lab.namespace(0), "-j", "addr"]))
     families = [a["family"] for row in devices if row["ifname"] == "eth0" for a in row["addr_info"]]
     assert families == ["inet"]
@@ -250,25 +258,15 @@ def test_background_traffic_takes_its_share_and_stops(lab: Lab) -> None:
 def test_counters_are_frames_on_the_wire(lab: Lab) -> None:
     size = 1_448_000
     before = lab.counters()
-    with (
-        socket_in(lab.namespace(1), socket.AF_INET, socket.SOCK_STREAM) as listener,
-        socket_in(lab.namespace(0), socket.AF_INET, socket.SOCK_STREAM) as client,
-    ):
-        listener.bind((lab.address(1), 0))
-        listener.listen(1)
-        listener.settimeout(5)
-        client.settimeout(5)
-        client.connect(listener.getsockname())
-        server, _ = listener.accept()
-        with server:
-            server.settimeout(5)
-            client.setblocking(False)
-            sent = got = 0
-            while got < size:
-                if sent < size:
-                    with contextlib.suppress(BlockingIOError):
-                        sent += client.send(bytes(size - sent))
-                got += len(server.recv(1 << 20))
+    with connected(lab) as (client, server):
+        server.settimeout(5)
+        client.setblocking(False)
+        sent = got = 0
+        while got < size:
+            if sent < size:
+                with contextlib.suppress(BlockingIOError):
+                    sent += client.send(bytes(size - sent))
+            got += len(server.recv(1 << 20))
     after = lab.counters()
     wire = size / 1448 * 1514
     # Segments that are not full, and repeats of what is late, may add a little.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradpilot.errors import ProtocolError
 from gradpilot.protos.messages import Catalog
 from gradpilot.protos.validate import validate_catalog
 from gradpilot.simulate.catalog import compute_samples, families
@@ -25,8 +26,10 @@ def test_it_is_the_catalog_of_the_agents(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 def test_a_controller_takes_it(ranks: int) -> None:
-    layout = make_job("transformer").layout
+    layout, other = (make_job(name).layout for name in ("transformer", "cnn"))
     validate_catalog(Catalog(layout, families(layout, ranks), compute_samples(ranks, 0.1)))
+    with pytest.raises(ProtocolError, match="buckets"):
+        validate_catalog(Catalog(layout, families(other, ranks)))
 
 
 def test_costs_grow_with_ranks_only_behind_an_all_gather() -> None:
