@@ -15,6 +15,20 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 
+def divide_(grad: Tensor, world_size: int, divide: bool) -> Tensor:
+    """Turn what is to be summed over ranks into this rank's part of the mean, in place.
+
+    Args:
+        grad: Gradient of any shape and floating or complex dtype; mutated.
+        world_size: Ranks N.
+        divide: Whether to divide by N rather than multiply by 1/N, see ``DivisionRule``.
+
+    Returns:
+        ``grad``.
+    """
+    return grad.div_(world_size) if divide else grad.mul_(1.0 / world_size)
+
+
 class DivisionRule:
     """Tells for each bucket whether DDP would divide it.
 

@@ -5,9 +5,10 @@ option looked up, the compressor's rounds are carried out, the mean is written b
 and stamps are noted.
 
 A plan whose buckets are all one all-reduce of the backend takes the *native* path: the hook issues
-them itself, asynchronously, as DDP would. Any other plan takes the *threaded* path: one
-communication thread works through the buckets in order while backward goes on. The path depends on
-the plan alone, so it is the same on all ranks and never changes within a step.
+them itself, asynchronously, as DDP would; where nothing is to be noted either, a step is *quiet*
+(``quiet_steps``) and does no more than that. Any other plan takes the *threaded* path: one
+communication thread works through the buckets in order while backward goes on. Native or threaded
+depends on the plan alone, so it is the same on all ranks and never changes within a step.
 
 This module must not postpone annotations: DDP compares those of the hook with real classes.
 """
@@ -34,6 +35,7 @@ from gradpilot.worker_agent.memory import MemoryStore
 from gradpilot.worker_agent.native_timing import AT_ONCE, NativeTimer
 from gradpilot.worker_agent.plan import ActivePlan, Given
 from gradpilot.worker_agent.probe import measure
+from gradpilot.worker_agent.quiet_steps import QuietSteps
 from gradpilot.worker_agent.reporting import BucketStatistics, WindowRecorder
 from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 from gradpilot.worker_agent.threads import OrderedThread
@@ -49,15 +51,13 @@ class _Step:
     """One synchronised backward pass.
 
     ``sampled``: its buckets' gains and energy curves are measured. ``guarded``: it changes
-    residuals, so all its results must be finite for that to take effect. ``plain``: neither, all
-    buckets are sent whole, and their times are not wanted.
+    residuals, so all its results must be finite for that to take effect.
     """
 
     number: int
     plan: ActivePlan
     sampled: bool
     guarded: bool
-    plain: bool
     last_ready: float = 0.0
     open: int = 0
     closed: bool = False
@@ -115,8 +115,8 @@ class Pipeline:
         self.memories = MemoryStore()
         self.step = 0
         self.nonfinite_steps = 0
-        self.wire_bytes = 0
-        self.dense_bytes = 0
+        self._wire_bytes = 0
+        self._dense_bytes = 0
         self._group = group
         self._wire = wire
         self._buckets = buckets
@@ -127,11 +127,10 @@ class Pipeline:
         self._divides = divides
         self._device = device
         self._seed = seed
-        self._asynchronous = dist.AllreduceOptions()
-        if hasattr(self._asynchronous, "asyncOp"):  # not in every torch that we accept
-            self._asynchronous.asyncOp = True
+        self._quiet = QuietSteps(group, divides, recorder, self._end_quiet_step)
         self._thread: OrderedThread | None = communication_thread(device)
         self._current: _Step | None = None
+        self._sparse_seen = False
         self._native_timer = NativeTimer(AT_ONCE.get(dist.get_backend(group), 1))
         self._started = time.monotonic()
         self._statistics_seconds = 0.0
@@ -140,6 +139,16 @@ class Pipeline:
     def world_size(self) -> int:
         """Return the number of ranks N."""
         return self._wire.world_size
+
+    @property
+    def wire_bytes(self) -> int:
+        """Return the bytes of the gradients as they were handed to collectives so far."""
+        return self._wire_bytes + self._quiet.bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Return the bytes of the gradients themselves so far."""
+        return self._dense_bytes + self._quiet.bytes
 
     def close(self) -> bool:
         """Stop the communication thread; call when no step is under way.
@@ -163,48 +172,23 @@ class Pipeline:
         Raises:
             AgreementLostError: Whether the other ranks switched plans cannot be learned.
         """
+        if self._quiet.left:
+            return self._quiet.on_bucket(self.step, bucket)
         step = self._current or self._begin_step()
         slot = self._buckets.identify(bucket)
         self.residuals.place(slot)
         step.last_ready = time.monotonic()
         self._recorder.bucket_ready(slot.index, step.last_ready)
-        step.open += 1
-        step.closed = bucket.is_last()
+        with step.lock:
+            step.open += 1
+            step.closed = bucket.is_last()
         given = step.plan.given(slot.key)
         work = _Work(step, slot, given, bucket.buffer(), self._divides(bucket))
         if work.buffer.is_sparse:
             return self._sparse(work)
         if step.plan.native and not self._wire.emulated:
-            return self._plain(work) if step.plain else self._native(work)
+            return self._native(work)
         return self._threaded(work)
-
-    def _plain(self, work: _Work) -> Future[Tensor]:
-        """Do what DDP does and hardly more, in a dense step of which nothing is to be noted.
-
-        Every Python line in a callback is time for which gloo's thread holds the GIL that the hook
-        of the next bucket waits for; only the last bucket's callback does more than hand over.
-        """
-        step, buffer = work.step, work.buffer
-        request = next(work.given.compressor.rounds(buffer, self._at(work)))
-        assert request.payload.data_ptr() == buffer.data_ptr(), "a dense mean is made in place"
-        self.wire_bytes += buffer.nbytes
-        self.dense_bytes += work.slot.bucket.dense_bytes
-        # The group's own method: what dist.all_reduce adds to it costs a third of the hook's time.
-        pending = self._group.allreduce([buffer], self._asynchronous).get_future()
-        future: Future[Tensor]
-        if not step.closed:
-            with step.lock:
-                step.open -= 1
-            future = pending.then(_first)
-            return future
-
-        def complete(arrived: Future[list[Tensor]]) -> Tensor:
-            tensor = arrived.value()[0]
-            self._close_bucket(step)
-            return tensor
-
-        future = pending.then(complete)
-        return future
 
     def _native(self, work: _Work) -> Future[Tensor]:
         timing = Timing()
@@ -265,6 +249,7 @@ class Pipeline:
 
     def _sparse(self, work: _Work) -> Future[Tensor]:
         """Send a sparse gradient as DDP itself would, uncompressed."""
+        self._sparse_seen = True
         pending = dist.all_reduce(
             work.buffer.div_(self._wire.world_size), group=self._group, async_op=True
         )
@@ -343,14 +328,11 @@ class Pipeline:
         interval = plan.plan.interval if plan.plan.id else None
         self._report(self._recorder.set_plan(plan.plan.key, interval))
         self._recorder.begin_step(self.step, time.monotonic())
-        sampled = self._wants_statistics()
-        guarded = plan.feedback or self.residuals.elements > 0 or bool(self.memories)
         self._current = _Step(
             number=self.step,
             plan=plan,
-            sampled=sampled,
-            guarded=guarded,
-            plain=not (sampled or guarded or self._recorder.sampling),
+            sampled=self._wants_statistics(),
+            guarded=plan.feedback or self.residuals.elements > 0 or bool(self.memories),
         )
         return self._current
 
@@ -364,6 +346,31 @@ class Pipeline:
             return False
         elapsed = time.monotonic() - self._started
         return self._statistics_seconds <= STATISTICS_SECONDS + STATISTICS_SHARE * elapsed
+
+    def _quiet_steps(self) -> int:
+        """Return how many steps from the next on are quiet: none from the next decision step on.
+
+        That one looks at the buckets anew. To a plan that averages all of them alike their layout
+        is nothing, and any other plan comes into force at a decision step.
+        """
+        plan, step, every = self._coordinator.active, self.step, self._statistics_steps
+        if (
+            not plan.in_place
+            or self._wire.emulated
+            or self.residuals.elements
+            or bool(self.memories)
+            or self._sparse_seen
+            or step < every  # statistics are denser there
+        ):
+            return 0
+        to_decision, to_statistics = -step % plan.plan.interval, -step % every
+        return min(to_decision, to_statistics, self._recorder.steps_without_samples(step))
+
+    def _end_quiet_step(self, last_ready: float, done: float) -> None:
+        self.step += 1
+        self._report(self._recorder.end_step(last_ready, done))
+        if not self._quiet.left:
+            self._coordinator.end_step(self.step, self._buckets, layout_changed=False)
 
     def _close_bucket(self, step: _Step) -> None:
         """Count a finished bucket; the last one ends the step, before DDP can begin the next."""
@@ -389,6 +396,7 @@ class Pipeline:
         self.step += 1
         self._current = None
         self._coordinator.end_step(self.step, self._buckets, changed)
+        self._quiet.left = self._quiet_steps()
 
     def _report(self, report: Report | None) -> None:
         if report is not None:
@@ -397,8 +405,8 @@ class Pipeline:
     # --- notes ---------------------------------------------------------------------------------
 
     def _note_timing(self, work: _Work, timing: Timing) -> None:
-        self.wire_bytes += timing.wire_bytes
-        self.dense_bytes += work.slot.bucket.dense_bytes
+        self._wire_bytes += timing.wire_bytes
+        self._dense_bytes += work.slot.bucket.dense_bytes
         self._recorder.bucket_done(
             work.slot.index,
             timing.compress_seconds,
@@ -445,10 +453,6 @@ class Pipeline:
 def hook(state: Pipeline, bucket: GradBucket) -> Future[Tensor]:
     """Hand a bucket to the pipeline; this is what DDP registers."""
     return state.on_bucket(bucket)
-
-
-def _first(arrived: Future[list[Tensor]]) -> Tensor:
-    return arrived.value()[0]  # raises what the collective raised
 
 
 def _last(rounds: Rounds, reply: Tensor) -> Estimate:

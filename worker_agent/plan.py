@@ -100,6 +100,8 @@ class ActivePlan:
 
         It depends on the plan alone, so all ranks take the same path.
         """
+        self.in_place = self.native and all(g.option == Option() for g in compiled.values())
+        """Whether, moreover, every bucket is averaged where it lies, in its own dtype."""
 
     def given(self, fingerprint: str) -> Given:
         """Return what the bucket with this fingerprint gets."""

@@ -163,6 +163,14 @@ class WindowRecorder:
         self._row = _Row()
         self._row_samples = []
 
+    def steps_without_samples(self, step: int) -> int:
+        """Return for how many steps from ``step`` on, the next one, no collective is wanted."""
+        fresh = self._fresh_from
+        if self._exclude or fresh is None or step - fresh < _FRESH_STEPS:
+            return 0
+        into_block = step % self._block
+        return self._block - into_block if into_block >= self._block_steps else 0
+
     def bucket_ready(self, index: int, t: float) -> None:
         """Bucket ``index`` is ready at ``t``; one that the layout does not know is not reported."""
         self._row.ready[index] = t - self._begin

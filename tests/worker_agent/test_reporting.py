@@ -410,3 +410,27 @@ def test_a_plan_for_slow_steps_is_sampled_more_often() -> None:
     assert sampled(8, 2, recorder) == 48
     assert sampled(2, 3, recorder) == 96
     assert sampled(50, 4, recorder) == 12
+
+
+@given(
+    block=st.integers(1, 40),
+    sample_steps=st.integers(1, 8),
+    first=st.integers(0, 200),
+    plans=st.lists(st.integers(20, 60), min_size=1, max_size=3),
+)
+def test_steps_without_samples_are_not_sampled(
+    block: int, sample_steps: int, first: int, plans: list[int]
+) -> None:
+    recorder = WindowRecorder(LAYOUT, sample_block=block, sample_steps=sample_steps)
+    step, promised = first, 0
+    for number, length in enumerate(plans):
+        recorder.set_plan((1, number))
+        promised = 0  # of the plan before
+        for _ in range(length):
+            recorder.begin_step(step, float(step))
+            assert not (promised and recorder.sampling)
+            recorder.end_step(step + 0.1, step + 0.2)
+            step += 1
+            promised = max(promised - 1, recorder.steps_without_samples(step))
+    if block > 30 and plans[-1] == 60:
+        assert promised, "of a long block most steps are not sampled"

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradpilot.protos.messages import WireRound
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, Estimate, Rounds
+from gradpilot.worker_agent.division import divide_
 
 
 def dense_rounds(grad: Tensor, at: At) -> Rounds:
@@ -24,7 +25,7 @@ def dense_rounds(grad: Tensor, at: At) -> Rounds:
     that the bits agree with it.
     """
     part = at.room(grad).copy_(grad) if at.feedback else grad
-    request = AllReduce(part.div_(at.world_size) if at.divide else part.mul_(1.0 / at.world_size))
+    request = AllReduce(divide_(part, at.world_size, at.divide))
     mean = yield request
     sent = None
     if at.feedback and request.omitted:
