@@ -43,6 +43,9 @@ _CONTROLLER = {
     "GRADPILOT_CTL_POLICY_SETTINGS__MIN_IMPROVEMENT": "0.1",
 }
 
+_NO_WARM_UP = {"GRADPILOT_CTL_POLICY_SETTINGS__WARM_FLOOR": "0.0"}
+"""For a run that would be over before warm-up is, so that nothing would be compressed."""
+
 
 class DemoFailedError(GradpilotError):
     """The ranks did not come to a good end."""
@@ -54,9 +57,10 @@ class Ranks:
     Args:
         folder: Where settings lie and records appear.
         deadline: Seconds after which the ranks end themselves.
+        warm_up: Whether the floor of gain is higher while training is young.
     """
 
-    def __init__(self, folder: Path, deadline: float) -> None:
+    def __init__(self, folder: Path, deadline: float, warm_up: bool = True) -> None:
         self._folder = folder
         self._deadline = time.monotonic() + deadline + 2 * END_SECONDS
         root = str(Path(gradpilot.__file__).resolve().parent.parent)
@@ -70,7 +74,7 @@ class Ranks:
         with (folder / LOG_FILE).open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env=_environment(os.environ, root),
+                env=_environment(os.environ, root) | ({} if warm_up else _NO_WARM_UP),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

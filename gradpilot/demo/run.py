@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "digits", "fashion-mnist"),
         help="auto: Fashion-MNIST where it is installed, else handwritten digits",
     )
-    parser.add_argument("--quick", action="store_true", help="short phases, for a first look")
+    parser.add_argument(
+        "--quick", action="store_true", help="short phases and no warm-up, for a first look"
+    )
     parser.add_argument(
         "--steps", type=int, default=0, help="total number of steps, shared out over the phases"
     )
@@ -97,7 +99,7 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
     with tempfile.TemporaryDirectory(prefix="gradpilot-demo-") as name:
         folder = Path(name)
         write_settings(folder, settings)
-        runs = _train(folder, settings, table)
+        runs = _train(folder, settings, table, warm_up=not arguments.quick)
     result = build(runs, time.monotonic() - begun)
     write_report(arguments.report, runs, result)
     _conclude(table, result, arguments.report)
@@ -113,14 +115,14 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def _train(folder: Path, settings: Settings, table: Table) -> Runs:
+def _train(folder: Path, settings: Settings, table: Table, warm_up: bool) -> Runs:
     from gradpilot.demo.launch import WORLD_SIZE, Ranks
     from gradpilot.demo.operator import Watcher
 
     deadline = START_SECONDS + len(KINDS) * SECONDS_PER_STEP * settings.schedule.steps
     watcher: Watcher | None = None
     try:
-        with Ranks(folder, deadline) as ranks:
+        with Ranks(folder, deadline, warm_up) as ranks:
             for event in ranks.events():
                 if event is None:
                     continue
