@@ -44,7 +44,6 @@ from gradpilot.policies.evaluation import Evaluation
 from gradpilot.policies.front import non_dominated, normalise
 from gradpilot.policies.history import History
 from gradpilot.policies.problem import Space
-from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import (
     Bucket,
     BucketRounds,
@@ -55,6 +54,7 @@ from gradpilot.protos.messages import (
     LinkEstimate,
     WireRound,
 )
+from gradpilot.warm_up import Warmth
 
 Floats = NDArray[np.float64]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from gradpilot.errors import ProtocolError
 from gradpilot.policies.importance import Importance
-from gradpilot.policies.warm_up import Warmth
 from gradpilot.policies.watches import Ban, Look, Overflow, Regime, ResidualTrend, Trial
 from gradpilot.protos.jsoncodec import from_json
 from gradpilot.protos.messages import Option, Setting
+from gradpilot.warm_up import Warmth
 
 RATIO_BUCKETS_PER_DECADE = 4
 """Ratios in one bucket, a factor of 1.8 wide, are close enough to share what was learned."""

@@ -10,8 +10,8 @@ from gradpilot.policies.base import BucketState, Inputs
 from gradpilot.policies.importance import Importance, measure
 from gradpilot.policies.signal import shrink_factor, signal_to_noise
 from gradpilot.policies.skipping import contributions
-from gradpilot.policies.warm_up import STABLE_LOOKS, Warmth, next_warmth
 from gradpilot.protos.messages import Option
+from gradpilot.warm_up import STABLE_LOOKS, Warmth, next_warmth
 
 
 def look(inputs: Inputs) -> Importance:

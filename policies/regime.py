@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.gain import usable_gain
-from gradpilot.policies.warm_up import WEIGHT, Warmth
 from gradpilot.policies.watches import Regime
+from gradpilot.warm_up import WEIGHT, Warmth
 
 LR_STEP = 1.5
 """Factor of the learning rate between two looks that is a step: schedules that decay smoothly stay

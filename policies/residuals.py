@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from gradpilot.policies.base import BucketState, Inputs
 from gradpilot.policies.dwell import whole
-from gradpilot.policies.warm_up import WEIGHT
 from gradpilot.policies.watches import ResidualTrend
 from gradpilot.protos.messages import Option
+from gradpilot.warm_up import WEIGHT
 
 CLEAN = 0.01
 """Share of ||gradient||^2 below which a residual does not show in it."""

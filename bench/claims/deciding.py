@@ -21,7 +21,6 @@ from gradpilot.policies.evaluation import Evaluation
 from gradpilot.policies.history import History
 from gradpilot.policies.problem import Space
 from gradpilot.policies.solver import nsga2_uniform
-from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import (
     Bucket,
     ComputeSample,
@@ -30,6 +29,7 @@ from gradpilot.protos.messages import (
     Option,
     Setting,
 )
+from gradpilot.warm_up import Warmth
 from gradpilot.worker_agent.buckets import Slot
 from gradpilot.worker_agent.catalog import families
 

@@ -8,7 +8,6 @@ from typing import Any
 from gradpilot.policies.base import BucketState, Inputs, Operation, PolicySettings
 from gradpilot.policies.cost import coefficients
 from gradpilot.policies.history import History
-from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import (
     Assignment,
     Bucket,
@@ -22,6 +21,7 @@ from gradpilot.protos.messages import (
     Setting,
     WireRound,
 )
+from gradpilot.warm_up import Warmth
 
 STAR = (Setting("selection", "star"),)
 # Cumulative energy of a heavy-tailed gradient at messages.ENERGY_RATIOS.

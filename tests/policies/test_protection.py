@@ -9,8 +9,8 @@ from gradpilot.policies.history import History
 from gradpilot.policies.importance import Importance
 from gradpilot.policies.problem import Space
 from gradpilot.policies.protection import bare_sq, explain, look, refine, snr, warm_up
-from gradpilot.policies.warm_up import STABLE_LOOKS
 from gradpilot.protos.messages import BF16, DENSE, LinkEstimate, Option
+from gradpilot.warm_up import STABLE_LOOKS
 from tests.policies import scenario
 
 SKIPS = Option(collective="ring", skip=2)

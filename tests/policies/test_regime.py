@@ -7,8 +7,8 @@ import pytest
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.regime import LOSSES, next_regime, tell, total_gain
-from gradpilot.policies.warm_up import CALM_LOOKS, Warmth
 from gradpilot.policies.watches import Regime
+from gradpilot.warm_up import CALM_LOOKS, Warmth
 from tests.policies import scenario
 
 

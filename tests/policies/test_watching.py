@@ -11,9 +11,9 @@ from gradpilot.policies.base import POLICIES, Inputs, Outcome, PolicySettings
 from gradpilot.policies.blacklist import banned_again
 from gradpilot.policies.history import History
 from gradpilot.policies.problem import Space
-from gradpilot.policies.warm_up import STABLE_LOOKS
 from gradpilot.policies.watching import watch
 from gradpilot.protos.messages import BF16, DENSE, Family, LinkEstimate, Option
+from gradpilot.warm_up import STABLE_LOOKS
 from tests.policies import scenario
 
 TOPK = Option("topk", 0.03, "allgather")

@@ -8,12 +8,12 @@ import pytest
 from gradpilot.errors import ConfigError
 from gradpilot.policies.base import Inputs, Outcome, PolicySettings
 from gradpilot.policies.problem import Space
-from gradpilot.policies.warm_up import Warmth
 from gradpilot.protos.messages import BF16, DENSE, LinkEstimate, Option, Setting
 from gradpilot.simulate.driver import Case, Driver
 from gradpilot.simulate.jobs import JOBS, make_job
 from gradpilot.simulate.traces import Link
 from gradpilot.simulate.world import World
+from gradpilot.warm_up import Warmth
 from tests.simulate.cases import case
 
 STAR = (Setting("selection", "star"),)

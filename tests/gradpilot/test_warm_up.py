@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradpilot.policies.warm_up import CALM_LOOKS, RAMP_LOOKS, STABLE_LOOKS, Warmth, next_warmth
+from gradpilot.warm_up import CALM_LOOKS, RAMP_LOOKS, STABLE_LOOKS, Warmth, next_warmth
 
 
 def after(values: list[float], start: Warmth | None = None) -> Warmth:

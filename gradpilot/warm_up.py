@@ -8,8 +8,8 @@ Accordion for a critical regime) starts it over, and so does a shock told from o
 step of the learning rate. A change that is seen twice, or such a shock, makes the phase critical.
 
 Until then the floor of gain is tightened: strong compression early in training costs most. Noisy
-gradients never stay within a tenth, so for the floor a longer row without a change by half is
-enough. The floor then comes down in a few looks.
+gradients never stay within a tenth, so for the floor a row without a change by half is enough. The
+floor then comes down in a few looks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ CRITICAL_CHANGE = 0.5
 STABLE_LOOKS = 3
 """Looks in a row without change that make a run warm."""
 
-CALM_LOOKS = 8
-"""Looks in a row without a critical change after which the floor of gain comes down anyway."""
+CALM_LOOKS = 3
+"""Looks in a row without a critical change after which the floor of gain comes down anyway.
+
+No more: plans are judged by efficiencies that were measured with compression from the first step
+on, so what early compression costs is in them.
+"""
 
 RAMP_LOOKS = 2
 """Looks in which it comes down."""
