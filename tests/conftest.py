@@ -13,7 +13,10 @@ _ARITHMETIC = frozenset(
     ("bench", "policies", "protos", "simulate", "worker_agent/collectives",
      "worker_agent/compressors")
 )  # fmt: skip
-"""Folders of tests that only compute, but for those of netlab: they can run beside anything."""
+"""Folders of tests that only compute, so that they can run beside anything; ``_LABS`` do not."""
+
+_LABS = ("test_netlab", "test_tta_row.")
+"""Beginnings of the files among them that make emulated hosts."""
 
 _REQUIRE_ALL = os.environ.get("GRADPILOT_REQUIRE_ALL", "") == "1"
 
@@ -47,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             folder, _, name = file.removeprefix("tests/").rpartition("/")
-            computes = folder in _ARITHMETIC and not name.startswith("test_netlab")
+            computes = folder in _ARITHMETIC and not name.startswith(_LABS)
             return file if computes else "machine"
 
     return ByFolder(config, log)
