@@ -16,7 +16,8 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab bench-solver clean
+	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab bench-solver \
+	bench-quick bench chaos clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
@@ -65,11 +66,20 @@ bench-decisions: $(DEV)  ## simulate all policies (16 minutes); writes bench/res
 bench-efficiency: $(DEV)  ## train to see what compression costs in steps; writes bench/results/efficiency.json
 	$(BIN)/python -m bench.efficiency
 
+chaos: $(DEV)  ## disturb a job 200 times at random; SEED=0; writes bench/results/chaos.json
+	$(BIN)/python -m bench.chaos --seed $(or $(SEED),0)
+
 bench-netlab: $(DEV)  ## measure emulated links (as root); writes bench/results/netlab.json
 	$(BIN)/python -m bench.netlab.measure
 
 bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
 	$(BIN)/python -m bench.solver
+
+bench-quick: $(DEV)  ## a few short trainings on emulated hosts (as root, 15 minutes)
+	$(BIN)/python -m bench.tta --quick
+
+bench: $(DEV)  ## time to accuracy, all methods and networks (as root, hours; can be resumed)
+	$(BIN)/python -m bench.tta --matrix required --result bench/results/tta.json
 
 clean:  ## remove environments, caches and build outputs
 	rm -rf .venv .venv-deploy .venv-protos .venv-protos-runtimes build dist *.egg-info demo-report
