@@ -193,6 +193,7 @@ class Run:
             return False
         known = self.layout is not None
         if changed and known and not may_open(self.members, rank, current, self.world_size):
+            member.layout = ""  # which it left: the last one to leave may open the new one
             raise RefusedError(
                 f"rank {rank} has layout {digest}, the other ranks of run {self.run!r} model"
                 f" {self.model!r} have {current}; all ranks must wrap the same model with the same"

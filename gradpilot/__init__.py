@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradpilot.worker_agent.agent import attach
     from gradpilot.worker_agent.handle import Handle
+    from gradpilot.worker_agent.hook_state import HookState, hook
+    from gradpilot.worker_agent.sharded.settings import Sharding
 
 __version__ = "0.1.0"
-__all__ = ["Handle", "attach", "__version__"]
+__all__ = ["Handle", "attach", "HookState", "hook", "Sharding", "__version__"]
 
 _PUBLIC = {
     "attach": "gradpilot.worker_agent.agent",
     "Handle": "gradpilot.worker_agent.handle",
+    "HookState": "gradpilot.worker_agent.hook_state",
+    "hook": "gradpilot.worker_agent.hook_state",
+    "Sharding": "gradpilot.worker_agent.sharded.settings",
 }
 
 

@@ -96,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         listing = add(name, _listing, text, None)
         listing.add_argument("--output", choices=("text", "json"), default="text")
         listing.set_defaults(listing=name)
+    diagnose = add("diagnose", _diagnose, "name the rank that holds a stuck job up", None)
+    diagnose.add_argument("folder", metavar="DIR", help="where the watchdogs left their dumps")
+    diagnose.add_argument("--output", choices=("text", "json"), default="text")
     add("version", _version, "print the version", None)
     return parser
 
@@ -222,6 +225,15 @@ def _listing(arguments: argparse.Namespace) -> int:
     show = _print_compressor if arguments.listing == "compressors" else _print_collective
     for entry in entries:
         show(entry)
+    return 0
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from gradpilot.diagnose import report, show
+
+    show(*report(Path(arguments.folder)), arguments.output)
     return 0
 
 

@@ -25,8 +25,14 @@ TIMEOUT_SECONDS = 45.0
 # unlike a fork of pytest it inherits neither threads nor grpc.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    # DDP imports the last one when a model is wrapped, which takes a second.
-    ["torch", "torch.distributed", "gradpilot.worker_agent.agent", "torch._dynamo"]
+    # DDP imports torch._dynamo when a model is wrapped, FSDP itself: seconds on every rank.
+    [
+        "torch",
+        "torch.distributed",
+        "gradpilot.worker_agent.agent",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+    ]
 )
 
 

@@ -19,13 +19,13 @@ from tests.project import LINKS, ROOT, project_files
 SHIPPED = {".py", ".pyi", ".proto", ".typed", ".json"}
 """Suffixes of files that belong into the wheel."""
 
-PUBLIC = ["Handle", "attach", "__version__"]
+PUBLIC = ["Handle", "attach", "HookState", "hook", "Sharding", "__version__"]
 """Adding a name is a promise, removing one breaks users: change it on purpose only."""
 
 HANDLE = {
     *("run", "model", "controller", "metrics_url"),
     *("plan", "step", "layout", "frozen", "counters"),
-    *("observe", "state_dict", "load_state_dict", "detach", "close"),
+    *("observe", "state_dict", "rank_state", "load_state_dict", "detach", "close"),
 }
 
 ATTACH = [
@@ -38,6 +38,7 @@ ATTACH = [
     "start",
     "wire",
     "grad_scaler",
+    "sharding",
     "settings",
 ]
 

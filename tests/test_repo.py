@@ -73,6 +73,10 @@ TESTED_ELSEWHERE = {
     "worker_agent/collectives/gather.py": "tests/worker_agent/test_wire.py",
     "worker_agent/collectives/reduction.py": "tests/worker_agent/test_wire.py",
     "worker_agent/collectives/skipping.py": "tests/worker_agent/collectives/test_ring.py",
+    "worker_agent/compatibility.py": "tests/training/test_refused.py",
+    "worker_agent/distributed_checkpoint.py": "tests/training/test_checkpoints.py",
+    "worker_agent/hook_state.py": "tests/training/test_standard_form.py",
+    "worker_agent/unused.py": "tests/training/test_ddp_modes.py",
     "worker_agent/controller_link.py": "tests/worker_agent/test_agent.py",
     "worker_agent/division.py": "tests/worker_agent/test_hook.py",
     "worker_agent/handle.py": "tests/worker_agent/test_agent.py",
@@ -90,9 +94,12 @@ TESTED_ELSEWHERE = {
 WHOLE = {
     "gradpilot/demo/": "tests/demo",
     "gradpilot/simulate/": "tests/simulate",
+    "bench/chaos/": "tests/bench",
     "bench/claims/": "tests/bench",
     "bench/efficiency_runs/": "tests/bench",
     "bench/netlab/": "tests/bench",
+    "worker_agent/sharded/": "tests/worker_agent/sharded",
+    "bench/tta/": "tests/bench",
 }
 """Programs whose parts serve nothing else: tested as a whole, in that folder."""
 

@@ -42,7 +42,9 @@ def manage_every_model() -> None:
             except GradpilotError as error:
                 log.warning("this model stays plain DDP: %s", error)
 
-        registration = self.register_forward_pre_hook(before_first_forward)
+        # A compiled model would have it traced, process groups and all.
+        untraced = torch.compiler.disable(before_first_forward)  # type: ignore[no-untyped-call]
+        registration = self.register_forward_pre_hook(untraced)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpilot.errors import AttachError, ConfigError, ProtocolError
+from gradpilot.errors import ConfigError, ProtocolError
 from gradpilot.protos.messages import DENSE, Layout, Option, Plan, Report, Welcome
-from gradpilot.worker_agent import groups, identity
+from gradpilot.worker_agent import compatibility, groups, identity, watchdog
 from gradpilot.worker_agent.agreement import Agreement, control_timeout
 from gradpilot.worker_agent.buckets import BucketTable
 from gradpilot.worker_agent.catalog import calibrate
@@ -21,12 +21,15 @@ from gradpilot.worker_agent.controller_link import ControllerLink
 from gradpilot.worker_agent.coordinator import FIRST_INTERVAL, Coordinator
 from gradpilot.worker_agent.division import DivisionRule
 from gradpilot.worker_agent.handle import Handle, counters_of
-from gradpilot.worker_agent.hook import Pipeline, hook
+from gradpilot.worker_agent.hook import Pipeline
+from gradpilot.worker_agent.hook_state import hook
 from gradpilot.worker_agent.loss_scale import LossScale, Scaler
 from gradpilot.worker_agent.meeting import meet
 from gradpilot.worker_agent.nodes import NodeTeams
 from gradpilot.worker_agent.plan import ActivePlan
 from gradpilot.worker_agent.reporting import WindowRecorder
+from gradpilot.worker_agent.sharded import Sharding, is_sharded
+from gradpilot.worker_agent.unused import UnusedParameters
 from gradpilot.worker_agent.wire import Wire
 
 
@@ -41,6 +44,7 @@ def attach(
     start: Option = DENSE,
     wire: Callable[[dist.ProcessGroup], Wire] = Wire,
     grad_scaler: Scaler | None = None,
+    sharding: Sharding | None = None,
     **settings: Any,
 ) -> Handle:
     """Put a DDP model under control. Two lines of code: this, after wrapping the model.
@@ -50,7 +54,9 @@ def attach(
     configured, the first rank starts a controller of its own on a free loopback port.
 
     Args:
-        model: Wrapped model; it gets the one communication hook that DDP has room for.
+        model: Wrapped model, or what ``torch.compile`` made of one. It gets the one communication
+            hook that DDP has room for. A ``HookState`` that was registered with it is attached,
+            with its own settings instead of those given here.
         controller: ``host:port`` of a controller, ``off`` for none, None for
             ``GRADPILOT_CONTROLLER`` or an embedded one.
         run: Run id; None for ``GRADPILOT_RUN`` or the job's own id.
@@ -62,20 +68,32 @@ def attach(
         wire: Makes the driver; another one emulates a link.
         grad_scaler: The ``GradScaler`` that scales this model's loss, if one does: what was not
             sent yet follows its scale. Its checkpoint and the handle's belong together.
+        sharding: What only models sharded by ``fully_shard`` or FSDP1 need; see ``Sharding``.
         **settings: Other fields of ``AgentConfig``.
 
     Returns:
         The handle; keep it to read plans and counters and to save the state.
 
     Raises:
-        AttachError: The model is not a DDP model, or its hook slot is taken.
+        AttachError: The model is not a DDP model, its hook slot is taken, or DDP would not call a
+            hook as expected.
         ConfigError: A setting cannot be used.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise AttachError(
-            "attach expects a model wrapped in torch.nn.parallel.DistributedDataParallel, got"
-            f" {type(model).__name__}; wrap it first. Other wrappers are not managed"
+    if is_sharded(model):
+        from gradpilot.worker_agent.sharded.attach import attach_sharded
+
+        sharded_config = AgentConfig.load(
+            controller=controller, run=run, model=name, policy=policy, seed=seed, **settings
         )
+        set_up_logging(sharded_config, dist.get_rank())
+        return attach_sharded(
+            model, sharded_config, start=start, grad_scaler=grad_scaler, sharding=sharding
+        )
+    model = compatibility.ddp_of(model)
+    registered = compatibility.check(model)
+    if registered is not None and not registered.attaching:
+        return registered.attach(model)
+    compatibility.guard_join()
     config = AgentConfig.load(
         controller=controller, run=run, model=name, policy=policy, seed=seed, **settings
     )
@@ -83,11 +101,11 @@ def attach(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     set_up_logging(config, rank)
     device = next(p.device for p in model.parameters() if p.requires_grad)
-    _refuse_taken_slot(model)
     if start.collective != "hierarchical":  # which can be judged only when the nodes are known
         ActivePlan(Plan(0, 0, "", default=start), world_size)  # refuse it before any group is made
     ranks = dist.get_process_group_ranks(group)
     timeout = control_timeout(config.control_timeout_seconds)
+    groups.begin(group)
     control = groups.acquire(ranks, "gloo", timeout)
     data = groups.acquire(ranks, dist.get_backend(group))
     met = meet(config, ranks)
@@ -107,7 +125,7 @@ def attach(
     if world_size > 1:
         agreement = Agreement(
             control,
-            dist.distributed_c10d._get_default_store(),
+            groups.store(),
             f"gradpilot/{job.incarnation}/{config.model}",
             timeout.total_seconds(),
             check,
@@ -170,7 +188,21 @@ def attach(
         seed=config.seed,
         statistics_steps=config.statistics_steps,
         loss_scale=LossScale(grad_scaler),
+        unused=UnusedParameters.of(
+            model, in_backward=registered is not None and registered.in_backward
+        ),
     )
+    guard = watchdog.start(
+        config.watchdog_seconds,
+        config.dumps,
+        job,
+        place,
+        model=config.model,
+        rank=rank,
+        world_size=world_size,
+    )
+    if guard is not None:
+        pipeline.fly_with(guard.flight)
     if link is not None:
 
         def on_welcome(welcome: Welcome) -> None:
@@ -180,8 +212,7 @@ def attach(
         link.client.start(
             on_plan=on_plan, on_probe=coordinator.request_probe, on_welcome=on_welcome
         )
-    model.register_comm_hook(pipeline, hook)
-    return Handle(
+    handle = Handle(
         job=job,
         config=config,
         pipeline=pipeline,
@@ -192,16 +223,11 @@ def attach(
         child=met.child,
         owned=owned,
         addresses=(address, met.metrics_url),
+        watchdog=guard,
     )
-
-
-def _refuse_taken_slot(model: DistributedDataParallel) -> None:
-    for taken, _ in getattr(model, "_comm_hooks", ()):
-        name = getattr(taken, "__qualname__", repr(taken))
-        raise AttachError(
-            f"DDP has room for one communication hook and {name} is registered already;"
-            " remove that registration (native mixed precision and optimizers in backward make one)"
-        )
+    if registered is None:
+        model.register_comm_hook(pipeline, hook)
+    return handle
 
 
 def _drop(_: Report) -> None:

@@ -91,11 +91,12 @@ class BucketTable:
         names = tuple(
             self._names.get(id(p), f"unnamed.{index}.{i}") for i, p in enumerate(parameters)
         )
-        base = 0 if buffer.is_sparse else int(buffer.storage_offset())
-        spans = tuple(
-            (0, buffer.numel()) if buffer.is_sparse else (int(g.storage_offset()) - base, g.numel())
-            for g in bucket.gradients()
-        )
+        spans: tuple[tuple[int, int], ...]
+        if buffer.is_sparse:  # one parameter, which DDP gives no view of
+            spans = ((0, buffer.numel()),)
+        else:
+            base = int(buffer.storage_offset())
+            spans = tuple((int(g.storage_offset()) - base, g.numel()) for g in bucket.gradients())
         shapes = tuple(p.shape for p in parameters)
         dtype = str(buffer.dtype).removeprefix("torch.")
         text = repr((names, spans, tuple(map(tuple, shapes)), dtype, buffer.numel()))

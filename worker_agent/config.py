@@ -55,6 +55,9 @@ class AgentConfig:
         statistics_steps: Steps between two measurements of gain and energy curve, >= 1.
         sample_block: Of every block of this many steps ..., >= 1.
         sample_steps: ... the collectives of the first so many are reported one by one, >= 0.
+        watchdog_seconds: Time without a synchronised backward pass after which every rank's last
+            buckets and stacks are written to ``dumps``, 0 for never, else [0.5, 86400].
+        dumps: Folder for that; empty for one of the user's in the folder for temporary files.
     """
 
     controller: str = ""
@@ -73,6 +76,8 @@ class AgentConfig:
     statistics_steps: int = 50
     sample_block: int = 32
     sample_steps: int = 4
+    watchdog_seconds: float = 300.0
+    dumps: str = ""
 
     def __post_init__(self) -> None:
         if self.controller and not self.off:
@@ -97,6 +102,8 @@ class AgentConfig:
         _check_range("statistics_steps", self.statistics_steps, 1, math.inf)
         _check_range("sample_block", self.sample_block, 1, math.inf)
         _check_range("sample_steps", self.sample_steps, 0, math.inf)
+        if self.watchdog_seconds:
+            _check_range("watchdog_seconds (unless 0)", self.watchdog_seconds, 0.5, 86400.0)
 
     @property
     def off(self) -> bool:

@@ -8,7 +8,7 @@ else the old ones stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -22,14 +22,20 @@ class ResidualStore:
 
     Two buffers per compressed bucket alternate between "committed" and "being made", so nothing is
     allocated in the steady state; a bucket that goes dense gives both back.
+
+    Args:
+        revocable: Whether a step's commit can be taken back for some parameters until the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, revocable: bool = False) -> None:
         self._slots: dict[str, Slot] = {}
         self._committed: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
         self._staged: dict[str, Tensor | None] = {}
         self._loaded: set[str] = set()
+        self._revocable = revocable
+        self._before: dict[str, Tensor | None] = {}
+        """What the newest commit replaced, while it can be taken back."""
         self.resets = 0
         """Parameters whose residual was dropped because they left the layout."""
 
@@ -40,8 +46,13 @@ class ResidualStore:
     @property
     def elements(self) -> int:
         """Return the elements held, both buffers counted."""
-        held = (*self._committed.values(), *self._spare.values())
-        return sum(t.numel() for t in held)
+        held = (*self._committed.values(), *self._spare.values(), *self._before.values())
+        return sum(t.numel() for t in {id(t): t for t in held if t is not None}.values())
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the newest commit can still be taken back; ``take_back`` settles it."""
+        return bool(self._before)
 
     def place(self, slot: Slot) -> None:
         """Give a bucket its place; parts of its parameters held under another layout move here.
@@ -94,6 +105,8 @@ class ResidualStore:
         """Make the staged residuals of a step the current ones."""
         for key, residual in self._staged.items():
             old = self._committed.pop(key, None)
+            if self._revocable:
+                self._before[key] = old
             if residual is None:
                 self._spare.pop(key, None)
                 continue
@@ -101,6 +114,33 @@ class ResidualStore:
             if old is not None:
                 self._spare[key] = old
         self._staged.clear()
+
+    def take_back(self, names: Set[str]) -> None:
+        """Undo the newest commit for these parameters, and make it final for all others.
+
+        Call before the next step uses a slot.
+
+        Args:
+            names: Parameters of which nothing arrived, so that nothing was sent.
+        """
+        before, self._before = self._before, {}
+        for key, old in before.items():
+            slot = self._slots.get(key)
+            if slot is None:
+                continue
+            for name, (start, length) in zip(slot.names, slot.spans, strict=True):
+                if name not in names:
+                    continue
+                part = slice(start, start + length)
+                residual = self._committed.get(key)
+                if old is None:
+                    if residual is not None:
+                        residual[part].zero_()
+                elif residual is not None:
+                    residual[part].copy_(old[part])
+                elif bool(old[part].any()):  # the bucket went dense: this is left of it
+                    self._committed[key] = torch.zeros_like(old)
+                    self._committed[key][part].copy_(old[part])
 
     def discard(self) -> None:
         """Forget the staged residuals; those of the step before stay."""
@@ -152,6 +192,7 @@ class ResidualStore:
         self._committed.clear()
         self._spare.clear()
         self._staged.clear()
+        self._before.clear()
         for name, part in state.items():
             # One pseudo-bucket a parameter, until ``place`` moves its part where it belongs.
             self._committed[f"loaded:{name}"] = part.clone()

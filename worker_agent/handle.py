@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,12 @@ from gradpilot.worker_agent.buckets import BucketTable
 from gradpilot.worker_agent.config import AgentConfig
 from gradpilot.worker_agent.controller_link import ControllerLink
 from gradpilot.worker_agent.coordinator import Coordinator
+from gradpilot.worker_agent.distributed_checkpoint import RankState
+from gradpilot.worker_agent.folding import fold
 from gradpilot.worker_agent.hook import Pipeline
 from gradpilot.worker_agent.reporting import WindowRecorder
 from gradpilot.worker_agent.teardown import settle
+from gradpilot.worker_agent.watchdog import Watchdog
 
 log = logging.getLogger("gradpilot.agent")
 
@@ -65,6 +69,7 @@ class Handle:
         child: embedded.EmbeddedController | None,
         owned: tuple[dist.ProcessGroup, ...],
         addresses: tuple[str, str],
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.run = job.run
         self.model = config.model
@@ -76,6 +81,8 @@ class Handle:
         self._link = link
         self._child = child
         self._groups = owned
+        self._watchdog = watchdog
+        self._rank = dist.get_rank(owned[0])
         self._closed = False
 
         _open.add(self)
@@ -113,11 +120,14 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint of this rank must hold; loads with ``weights_only=True``.
 
-        Residuals differ between ranks, so every rank saves its own. Call between two steps.
+        Residuals differ between ranks, so every rank saves its own. Call between two steps. For
+        ``torch.distributed.checkpoint`` take ``rank_state``.
         """
+        self._pipeline.settle()
         return {
             "version": STATE_VERSION,
             "world_size": self._pipeline.world_size,
+            "rank": self._rank,
             "step": self._pipeline.step,
             "loss_scale": self._pipeline.loss_scale.value,
             "plan": to_json(self.plan),
@@ -125,36 +135,71 @@ class Handle:
             "memories": self._pipeline.memories.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def rank_state(self, saved_by: int | None = None) -> RankState:
+        """Return what ``torch.distributed.checkpoint`` can save and load of this rank.
+
+        Args:
+            saved_by: To load: number of ranks that saved, if that is not as many as there are now.
+        """
+        return RankState(self, self._rank, saved_by)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from ``state_dict``; all ranks alike, before the first step.
 
-        A state of another world size gives step and plan only: whose residual would be whose is
-        not defined, so they are dropped and counted in ``counters.residual_resets``.
+        With as many ranks as before, each rank loads what it saved. With another number, load a
+        list of what *all* ranks saved, on every rank: residuals are then folded so that their sum
+        over the ranks is kept (``folding``), and sent with the next step. From less than all they
+        are dropped, and counted in ``counters.residual_resets``.
 
         Raises:
-            ConfigError: The state is of another version, or the steps have begun.
+            ConfigError: A state is of another version, or the states are not of one checkpoint.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(
-                f"expected agent state of version {STATE_VERSION}, got {state.get('version')!r};"
-                " load it with the gradpilot that saved it, or start without it"
-            )
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states or [{}]:
+            if one.get("version") != STATE_VERSION:
+                raise ConfigError(
+                    f"expected agent state of version {STATE_VERSION}, got {one.get('version')!r};"
+                    " load it with the gradpilot that saved it, or start without it"
+                )
+        own = [one for one in states if len(states) == 1 or one.get("rank") == self._rank]
+        if states[0]["world_size"] == self._pipeline.world_size and own:
+            self._resume(own[0])
+        else:
+            self._resize(states)
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
         self._pipeline.step = int(state["step"])
-        plan = from_json(Plan, state["plan"])
-        if state["world_size"] == self._pipeline.world_size:
-            self._coordinator.restore(plan)
-            self._pipeline.loss_scale.restore(float(state["loss_scale"]))
-            self._pipeline.residuals.load_state_dict(state["residuals"])
-            self._pipeline.memories.load_state_dict(state["memories"])
-            return
-        self._pipeline.residuals.resets += len(state["residuals"])
-        log.warning(
-            "the checkpoint is of %s ranks, this job has %d: %d residuals were dropped",
-            state["world_size"],
-            self._pipeline.world_size,
-            len(state["residuals"]),
-        )
+        self._coordinator.restore(from_json(Plan, state["plan"]))
+        self._pipeline.loss_scale.restore(float(state["loss_scale"]))
+        self._pipeline.residuals.load_state_dict(state["residuals"])
+        self._pipeline.memories.load_state_dict(state["memories"])
+
+    def _resize(self, states: Sequence[Mapping[str, Any]]) -> None:
+        world_size, first = self._pipeline.world_size, states[0]
+        self._pipeline.step = int(first["step"])
+        if (
+            len(states) == 1 < first["world_size"]
+        ):  # of an unknown rank, perhaps: every rank has its own in hand
+            dropped, missing = len(first["residuals"]), "all other ranks"
+        else:
+            folded = fold(states, self._rank, world_size)
+            dropped, missing = folded.dropped, f"ranks {', '.join(map(str, folded.missing))}"
+            if not folded.missing:
+                missing = ""
+                self._pipeline.loss_scale.restore(float(first["loss_scale"]))
+                self._pipeline.residuals.load_state_dict(folded.residuals)
+        self._pipeline.residuals.resets += dropped
+        if missing:
+            log.warning(
+                "the checkpoint is of %s ranks, this job has %d, and the states of %s were not"
+                " loaded: %d residuals were dropped",
+                first["world_size"],
+                world_size,
+                missing,
+                dropped,
+            )
         # Skips and bounds depend on the world size, so start dense; ids go on from there.
+        plan = from_json(Plan, first["plan"])
         self._coordinator.restore(replace(plan, assignments=(), default=DENSE))
 
     def detach(self) -> None:
@@ -174,6 +219,8 @@ class Handle:
             return
         self._closed = True
         _open.discard(self)
+        if self._watchdog is not None:  # first: ending the rest is no stall
+            self._watchdog.close()
         agreed = self._coordinator.close()
         if self._link is not None:
             self._link.close()  # with the line below at most 1.5 s, mostly 0.5

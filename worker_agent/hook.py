@@ -30,6 +30,9 @@ from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
 from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.error_feedback import ResidualStore
+from gradpilot.worker_agent.finite import is_finite, poison_
+from gradpilot.worker_agent.flight_recorder import FlightRecorder
+from gradpilot.worker_agent.hook_state import LeftBehind
 from gradpilot.worker_agent.loss_scale import LossScale
 from gradpilot.worker_agent.memory import MemoryStore
 from gradpilot.worker_agent.native_timing import AT_ONCE, NativeTimer
@@ -39,6 +42,7 @@ from gradpilot.worker_agent.quiet_steps import QuietSteps
 from gradpilot.worker_agent.reporting import BucketStatistics, WindowRecorder
 from gradpilot.worker_agent.statistics import energy_curve, gain, magnitudes, squared_norm
 from gradpilot.worker_agent.threads import OrderedThread
+from gradpilot.worker_agent.unused import UnusedParameters
 from gradpilot.worker_agent.wire import Stamp, Timing, Wire, communication_thread
 
 STATISTICS_SHARE = 0.003
@@ -93,6 +97,7 @@ class Pipeline:
         device: Where the gradients are.
         seed: Seed of every random choice, the same on all ranks.
         loss_scale: Scale of the gradients.
+        unused: Tells whose mean DDP ignored; None if it ignores none.
     """
 
     def __init__(
@@ -109,9 +114,10 @@ class Pipeline:
         seed: int,
         statistics_steps: int = 50,
         loss_scale: LossScale | None = None,
+        unused: UnusedParameters | None = None,
     ) -> None:
         self.loss_scale = loss_scale or LossScale()
-        self.residuals = ResidualStore()
+        self.residuals = ResidualStore(revocable=unused is not None)
         self.memories = MemoryStore()
         self.step = 0
         self.nonfinite_steps = 0
@@ -125,9 +131,11 @@ class Pipeline:
         self._send_report = send_report
         self._statistics_steps = statistics_steps
         self._divides = divides
+        self._unused = unused
         self._device = device
         self._seed = seed
         self._quiet = QuietSteps(group, divides, recorder, self._end_quiet_step)
+        self._flight: FlightRecorder | None = None
         self._thread: OrderedThread | None = communication_thread(device)
         self._current: _Step | None = None
         self._sparse_seen = False
@@ -161,6 +169,19 @@ class Pipeline:
         thread, self._thread = self._thread, None
         return thread is None or thread.stop()
 
+    def fly_with(self, recorder: FlightRecorder) -> None:
+        """Note every bucket in a flight recorder from now on."""
+        self._flight = self._quiet.flight = recorder
+
+    def settle(self) -> None:
+        """Take the last step back for parameters whose mean DDP ignored; between two steps."""
+        if self._unused is not None and self.residuals.pending:
+            self.residuals.take_back(self._unused.ignored(self._buckets.slots))
+
+    def __reduce__(self) -> tuple[type[LeftBehind], tuple[()]]:
+        """Leave a placeholder in a copy of the model: its reducer has no hook registered."""
+        return LeftBehind, ()
+
     # --- the path ------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
@@ -184,6 +205,8 @@ class Pipeline:
             step.closed = bucket.is_last()
         given = step.plan.given(slot.key)
         work = _Work(step, slot, given, bucket.buffer(), self._divides(bucket))
+        if self._flight is not None:
+            self._flight.note(work.buffer, step.number, slot, given.option, step.plan.plan)
         if work.buffer.is_sparse:
             return self._sparse(work)
         if step.plan.native and not self._wire.emulated:
@@ -250,12 +273,18 @@ class Pipeline:
     def _sparse(self, work: _Work) -> Future[Tensor]:
         """Send a sparse gradient as DDP itself would, uncompressed."""
         self._sparse_seen = True
+        start = time.monotonic()
+        size = work.buffer._indices().nbytes + work.buffer._values().nbytes
         pending = dist.all_reduce(
             work.buffer.div_(self._wire.world_size), group=self._group, async_op=True
         )
 
         def complete(arrived: Future[list[Tensor]]) -> Tensor:
             reply = arrived.value()[0]
+            if work.step.guarded and not is_finite(reply._values()):
+                work.step.finite = False
+            stamp = Stamp("all_reduce sparse", size, 0, time.monotonic() - start)
+            self._note_timing(work, Timing(stamps=[stamp]))
             self._close_bucket(work.step)
             return reply
 
@@ -266,9 +295,11 @@ class Pipeline:
 
     def _prepare(self, work: _Work) -> Rounds:
         """Add the residual and start the compressor."""
+        if self._unused is not None:
+            self._unused.note(work.step.number, work.slot)
         if work.given.feedback:
             work.corrected = self.residuals.corrected(work.slot, work.buffer)
-            _poison_(work.corrected)
+            poison_(work.corrected)
             return work.given.compressor.rounds(work.corrected, self._at(work))
         self.residuals.add_to_(work.slot, work.buffer)
         if work.step.sampled:
@@ -288,7 +319,7 @@ class Pipeline:
         elif slot in self.residuals:
             self.residuals.stage(slot, None)
         self.memories.stage(slot.key, work.given.owner, estimate.memory)
-        if step.guarded and not _is_finite(estimate.mean):
+        if step.guarded and not is_finite(estimate.mean):
             step.finite = False
         if estimate.mean.data_ptr() != work.buffer.data_ptr():
             work.buffer.copy_(estimate.mean)
@@ -314,6 +345,7 @@ class Pipeline:
     # --- steps ---------------------------------------------------------------------------------
 
     def _begin_step(self) -> _Step:
+        self.settle()
         probe = self._coordinator.begin_step(self.step)
         if probe is not None:
             assert self._thread is not None
@@ -368,6 +400,8 @@ class Pipeline:
 
     def _end_quiet_step(self, last_ready: float, done: float) -> None:
         self.step += 1
+        if self._flight is not None:
+            self._flight.end_step(self.step)
         self._report(self._recorder.end_step(last_ready, done))
         if not self._quiet.left:
             self._coordinator.end_step(self.step, self._buckets, layout_changed=False)
@@ -394,6 +428,8 @@ class Pipeline:
             assert self._buckets.layout is not None
             self._report(self._recorder.set_layout(self._buckets.layout))
         self.step += 1
+        if self._flight is not None:
+            self._flight.end_step(self.step)
         self._current = None
         self._coordinator.end_step(self.step, self._buckets, changed)
         self._quiet.left = self._quiet_steps()
@@ -450,11 +486,6 @@ class Pipeline:
         self._statistics_seconds += time.monotonic() - start
 
 
-def hook(state: Pipeline, bucket: GradBucket) -> Future[Tensor]:
-    """Hand a bucket to the pipeline; this is what DDP registers."""
-    return state.on_bucket(bucket)
-
-
 def _last(rounds: Rounds, reply: Tensor) -> Estimate:
     """Send the reply to the only request of a single-round compressor."""
     try:
@@ -463,24 +494,3 @@ def _last(rounds: Rounds, reply: Tensor) -> Estimate:
         estimate: Estimate = stop.value
         return estimate
     raise AssertionError("a single-round compressor asked for a second collective")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite, mostly in one pass and without temporaries."""
-    if bool(torch.isfinite(tensor.sum(dtype=_wide(tensor.dtype)))):
-        return True
-    # The sum of finite values can overflow: look at each.
-    return bool(torch.isfinite(tensor).all())
-
-
-def _poison_(corrected: Tensor) -> None:
-    """Turn a gradient with a non-finite element into NaN everywhere.
-
-    Then whatever a compressor selects is non-finite, and so is the mean on every rank.
-    """
-    if not _is_finite(corrected):
-        corrected.fill_(float("nan"))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradpilot.worker_agent import embedded, identity
+from gradpilot.worker_agent import embedded, groups, identity
 from gradpilot.worker_agent.config import AgentConfig
 from gradpilot.worker_agent.nodes import Nodes, exchange_names
 
@@ -45,6 +45,8 @@ class Met:
 def meet(config: AgentConfig, ranks: list[int]) -> Met:
     """Let the first rank say what all ranks share, and every rank where it is; all ranks alike.
 
+    Call ``groups.begin`` before.
+
     Args:
         config: Settings.
         ranks: Ranks of the model's group in the default group.
@@ -54,7 +56,7 @@ def meet(config: AgentConfig, ranks: list[int]) -> Met:
     """
     child: embedded.EmbeddedController | None = None
     here = identity.place(os.environ)
-    store = dist.distributed_c10d._get_default_store()
+    store = groups.store()
     members = ",".join(map(str, ranks))
     _meetings[members] += 1  # attaching is collective, so all ranks count alike
     key = f"gradpilot/meet/{members}/{_meetings[members]}"

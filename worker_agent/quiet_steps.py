@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradpilot.worker_agent.division import divide_
+from gradpilot.worker_agent.flight_recorder import FlightRecorder
 from gradpilot.worker_agent.reporting import WindowRecorder
 
 
@@ -35,6 +36,7 @@ class QuietSteps:
     Attributes:
         left: Number of steps from the present one on that are quiet. Written between steps only.
         bytes: Gradient bytes handed in so far; sent and dense are the same here.
+        flight: Flight recorder that notes every bucket, if there is one.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class QuietSteps:
     ) -> None:
         self.left = 0
         self.bytes = 0
+        self.flight: FlightRecorder | None = None
         self._group = group
         self._world_size = group.size()
         self._divides = divides
@@ -69,6 +72,8 @@ class QuietSteps:
         buffer = bucket.buffer()
         divide_(buffer, self._world_size, self._divides(bucket))
         self.bytes += buffer.nbytes
+        if self.flight is not None:
+            self.flight.note_again(buffer, step, bucket.index())
         # The group's own method: what dist.all_reduce adds to it costs a third of the hook's time.
         pending = self._group.allreduce([buffer], self._options).get_future()
         future: Future[Tensor]

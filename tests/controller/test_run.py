@@ -84,6 +84,21 @@ def test_a_rank_alone_in_another_layout_is_refused() -> None:
         run.set_catalog(1, catalog(third))
 
 
+def test_ranks_that_rebuild_before_the_last_one_comes_are_taken_in_the_end() -> None:
+    run = Run("run", "model", Memory(), 0.0)
+    for rank in range(2):
+        run.join(hello(rank, 3), 0.0)
+        run.set_catalog(rank, catalog(OLD))
+    run.join(hello(2, 3), 0.0)
+    for rank in (2, 0):  # all have rebuilt meanwhile
+        with pytest.raises(RefusedError, match=f"{NEW.digest}.*{OLD.digest}"):
+            run.set_catalog(rank, catalog(NEW))
+    assert run.set_catalog(1, catalog(NEW)), "nobody else holds the old one any more"
+    for rank in (2, 0):  # they try again
+        assert not run.set_catalog(rank, catalog(NEW))
+    assert run.layout == NEW
+
+
 def test_all_ranks_may_return_to_an_earlier_layout() -> None:
     run = complete(2)
     for sequence, of in enumerate((NEW, OLD, NEW), 1):

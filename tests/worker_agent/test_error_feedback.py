@@ -168,3 +168,33 @@ def test_rescaling_follows_a_loss_scale_within_the_range_of_the_dtype() -> None:
     store.rescale(2.0)
     corrected = store.corrected(slot, torch.zeros(2, dtype=torch.float16))
     assert corrected.tolist() == [65504.0, 2.0]
+
+
+def test_a_step_is_taken_back_for_the_parameters_that_nobody_used() -> None:
+    parameters = named([2, 3])
+    (slot,) = _slots(BucketTable(parameters.items()), parameters, [[0, 1]])
+    store = ResidualStore(revocable=True)
+    store.place(slot)
+
+    def step(residual: list[float] | None) -> None:
+        store.stage(slot, None if residual is None else torch.tensor(residual))
+        store.commit()
+        assert store.pending
+
+    step([1.0, 2, 3, 4, 5])
+    store.take_back({"p1"})  # nothing was left of p1 before
+    assert _by_name(store) == {"p0": [1.0, 2], "p1": [0.0, 0, 0]}
+    step([9.0, 8, 7, 6, 5])
+    store.take_back(set())
+    step([0.5, 0.5, 0.5, 0.5, 0.5])
+    store.take_back({"p0"})
+    assert _by_name(store) == {"p0": [9.0, 8], "p1": [0.5, 0.5, 0.5]}
+    assert not store.pending
+    step(None)  # all was sent
+    assert slot not in store
+    store.take_back({"p1"})
+    assert _by_name(store) == {"p0": [0.0, 0], "p1": [0.5, 0.5, 0.5]}
+    step(None)
+    store.take_back(set())
+    assert slot not in store
+    assert store.elements == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -117,3 +118,21 @@ def test_a_plan_ends_quiet_steps_at_its_decision_step_and_residuals_end_them_for
     assert max(quiet) > 100
     assert not set(quiet) & set(range(60, 101)), "step 100 sends the residual, it is not quiet"
     assert not [step for step in quiet if step % INTERVAL == 0], "a decision step was quiet"
+
+
+def _with_sparse(rank: int) -> tuple[list[int], int]:
+    table, layer = nn.Embedding(8, 64, sparse=True), nn.Linear(64, 64)
+    net = DistributedDataParallel(nn.Sequential(table, layer), bucket_cap_mb=training.BUCKET_MB)
+    handle = _attach(net)
+    quiet = _count(handle)
+    for _ in range(80):
+        net.zero_grad()
+        net(torch.tensor([rank, 3])).square().sum().backward()
+    return quiet, handle.step
+
+
+@pytest.mark.processes
+def test_no_step_with_a_sparse_gradient_is_quiet() -> None:
+    for quiet, steps in run_ranks(_with_sparse, 2):
+        assert steps == 80
+        assert quiet == []
