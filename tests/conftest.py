@@ -18,6 +18,12 @@ _ARITHMETIC = frozenset(
 _LABS = ("test_netlab", "test_tta_row.")
 """Beginnings of the files among them that make emulated hosts."""
 
+_PATIENT = ("training/", "worker_agent/sharded/")
+"""Folders of tests that start processes over gloo but look at no clock, ..."""
+
+_IMPATIENT = ("test_elastic", "test_chaos")
+"""... but for these: they wait for restarts."""
+
 _REQUIRE_ALL = os.environ.get("GRADPILOT_REQUIRE_ALL", "") == "1"
 
 
@@ -39,9 +45,10 @@ def require_tool(tool: str | Callable[[], object], reason: str) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests that start processes, or look at a clock, in one worker of pytest-xdist.
+    """Keep tests that look at a clock in one worker of pytest-xdist.
 
-    They need the machine for themselves, but for the one core on which the other worker computes.
+    They need the machine for themselves, but for what the other worker does: first it computes,
+    then it trains small models on a few ranks.
     (The plugin's own ``xdist_group`` does nothing in 3.8 with pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
@@ -51,7 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             folder, _, name = file.removeprefix("tests/").rpartition("/")
             computes = folder in _ARITHMETIC and not name.startswith(_LABS)
-            return file if computes else "machine"
+            trains = f"{folder}/".startswith(_PATIENT) and not name.startswith(_IMPATIENT)
+            return file if computes or trains else "machine"
 
     return ByFolder(config, log)
 

@@ -21,7 +21,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> list[Runs]:
     """Put these runs in place of training."""
     given: list[Runs] = [runs()]
 
-    def train(folder: Path, settings: Settings, table: Table) -> Runs:
+    def train(folder: Path, settings: Settings, table: Table, warm_up: bool) -> Runs:
         return given[0]
 
     monkeypatch.setattr(run, "_train", train)
@@ -71,7 +71,7 @@ def test_wrong_arguments_are_told_from_failures(
 def test_interruption_has_its_own_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(folder: Path, settings: Settings, table: Table) -> Runs:
+    def interrupted(folder: Path, settings: Settings, table: Table, warm_up: bool) -> Runs:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "_train", interrupted)
