@@ -2,8 +2,7 @@
 
 A job that has nothing to gain pays for every line of Python in every step, since the caches are
 full of gradients by then and each line is fetched anew. So such steps are counted out in advance,
-and a bucket of theirs is averaged where it lies, without a look at its identity, the plan or the
-clock.
+and a bucket of theirs is averaged where it lies, without a look at its identity or the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ class QuietSteps:
         group: DDP's own process group.
         divides: Whether DDP itself would divide a bucket, see ``division``.
         recorder: Takes the step's times and tells for how many steps it wants no more.
-        end_step: Called when all buckets of a step have their mean, before DDP goes on.
+        end_step: Called with the moments when a step's last bucket was ready and had its mean,
+            seconds of the monotonic clock, before DDP goes on. Of the others, which nobody waits
+            for one by one, one may still be under way if the backend carries out several at once.
 
     Attributes:
         left: Number of steps from the present one on that are quiet. Written between steps only.

@@ -42,9 +42,11 @@ def test_schedules_hold_every_kind_of_fault_on_every_rank_and_kills() -> None:
         assert all(a != b for a, b in itertools.pairwise(ordered))
 
 
-def test_options_can_be_used_and_differ_in_what_they_send() -> None:
-    for option in OPTIONS:
-        compile_option(option, RANKS)
+def test_options_can_be_used_and_all_differ() -> None:
+    given = [compile_option(option, RANKS) for option in OPTIONS]
+    assert [g.option for g in given] == list(OPTIONS)
+    assert len({g.option.label for g in given}) == len(OPTIONS)
+    assert {g.feedback for g in given} == {True, False}, "residuals come and go"
 
 
 def plan(number: int) -> Any:

@@ -21,6 +21,7 @@ from gradpilot.errors import AttachError
 from gradpilot.worker_agent.sharded.pipeline import ShardedPipeline
 from gradpilot.worker_agent.sharded.slots import Columns, Unit
 from gradpilot.worker_agent.sharded.weights import WeightGather
+from gradpilot.worker_agent.sharded.wire import Allocates
 from gradpilot.worker_agent.wire import reduce_scatter_flat
 
 log = logging.getLogger("gradpilot.agent")
@@ -117,7 +118,7 @@ def _columns(group: Any, names: dict[int, str]) -> Columns:
     )
 
 
-class PlanReduceScatter:
+class PlanReduceScatter(Allocates):
     """Takes the place of FSDP2's reduce-scatter in one unit.
 
     Args:
@@ -128,10 +129,6 @@ class PlanReduceScatter:
     def __init__(self, pipeline: ShardedPipeline, unit: Unit) -> None:
         self._pipeline = pipeline
         self._unit = unit
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for a gradient or a shard, as FSDP2 does by default."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

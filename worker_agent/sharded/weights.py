@@ -14,7 +14,7 @@ Letters: N ranks of the shard group, S skipped steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from gradpilot.worker_agent.peers import run_steps
 from gradpilot.worker_agent.sharded.pipeline import ShardedPipeline
 from gradpilot.worker_agent.sharded.ring import gather_schedule, omitted_shards, ring_order
 from gradpilot.worker_agent.sharded.slots import Unit
+from gradpilot.worker_agent.sharded.wire import Allocates
 from gradpilot.worker_agent.wire import all_gather_flat
 
 
@@ -93,16 +94,12 @@ class WeightGather:
         return None
 
 
-class PlanAllGather:
+class PlanAllGather(Allocates):
     """Takes the place of FSDP2's all-gather in one unit."""
 
     def __init__(self, weights: WeightGather, unit: Unit) -> None:
         self._weights = weights
         self._unit = unit
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for the parameters, as FSDP2 does by default."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

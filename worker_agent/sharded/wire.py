@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,6 +15,14 @@ from gradpilot.worker_agent.compressors.base import At
 from gradpilot.worker_agent.peers import run_steps
 from gradpilot.worker_agent.sharded.ring import ring_order, scatter_schedule
 from gradpilot.worker_agent.wire import Wire
+
+
+class Allocates:
+    """Makes room for what FSDP2 exchanges as FSDP2 does by default."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialised room for a gradient, a shard or parameters."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ShardWire(Wire):
