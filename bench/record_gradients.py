@@ -34,6 +34,7 @@ from bench._recorded_tasks import TASKS, Task
 from gradpilot.protos.messages import DENSE, ENERGY_RATIOS, Bucket, Family, Option, Setting
 from gradpilot.worker_agent import catalog
 from gradpilot.worker_agent.buckets import Slot
+from gradpilot.worker_agent.compressors.base import COMPRESSORS
 from gradpilot.worker_agent.statistics import energy_curve, gain, squared_norm
 from gradpilot.worker_agent.virtual import VirtualStep, virtual_step
 
@@ -52,6 +53,9 @@ OPTIONS: tuple[Option, ...] = (
         for ratio in RATIOS
     ),
 )
+
+FORM_RANKS = (2, 4, 8, 16, 32, 64, 1024)
+"""World sizes for which families are listed."""
 
 CALIBRATED_RANKS = (4, 64)
 """World sizes at which compressors are timed: the replies of an all-gather grow with N."""
@@ -245,21 +249,31 @@ def give_back(group: Sequence[nn.Parameter], mean: Tensor) -> None:
 def family_forms() -> list[dict[str, Any]]:
     """Return the agents' families with their rounds as bytes per kept element plus a constant.
 
+    Those whose bytes depend on the shapes of parameters or on the ranks are left out: PowerSGD, and
+    two-stage exchanges.
+
     Raises:
-        ValueError: A family's bytes are not linear in what it keeps, or depend on the ranks.
+        ValueError: Another family's bytes are not linear in what it keeps, or depend on the ranks.
     """
     return list(_forms())
 
 
 def _forms() -> Iterator[dict[str, Any]]:
-    sizes = (1_000_000, 3_000_000)
+    sizes = (1_024_000, 3_072_000)  # whole blocks of all quantizers
     slots = tuple(_slot(i, n) for i, n in enumerate(sizes))
-    tables = [catalog.families(slots, ranks) for ranks in (2, 8, 64, 1024)]
-    for same in zip(*tables, strict=True):
-        family = same[0]
-        for other in same[1:]:
+    tables = {ranks: catalog.families(slots, ranks) for ranks in FORM_RANKS}
+    for family in tables[FORM_RANKS[0]]:
+        if not _expressible(family):
+            continue
+        same = {}
+        for ranks, table in tables.items():
+            same |= {ranks: f for f in table if _key(f) == _key(family)}
+        for other in same.values():
             if other.collectives != family.collectives or _sizes(other) != _sizes(family):
                 raise ValueError(f"{family.compressor} depends on the number of ranks")
+        most = max(same)
+        if list(same) != [ranks for ranks in FORM_RANKS if ranks <= most]:
+            raise ValueError(f"{family.compressor} serves {list(same)} ranks and none in between")
         yield {
             "compressor": family.compressor,
             "settings": {s.name: s.value for s in family.settings},
@@ -268,9 +282,21 @@ def _forms() -> Iterator[dict[str, Any]]:
             "gain_model": family.gain_model,
             "gain_factor": family.gain_factor,
             "efficiency_exponent": family.efficiency_exponent,
-            "gathers": same[1].memory_payloads > 1,
+            "gathers": family.memory_payloads > 1,
+            "most_ranks": None if most == FORM_RANKS[-1] else most,
             "rounds": _rounds(family, sizes),
         }
+
+
+def _expressible(family: Family) -> bool:
+    """Return whether bytes follow from elements alone; the simulator knows no shapes."""
+    kind = COMPRESSORS.get(family.compressor)
+    to_all = any(r.collective == "all_to_all" for r in family.ladder[0].buckets[0].rounds)
+    return not (kind.needs_matrices or to_all)
+
+
+def _key(family: Family) -> tuple[str, tuple[Setting, ...]]:
+    return family.compressor, family.settings
 
 
 def _rounds(family: Family, sizes: Sequence[int]) -> list[list[Any]]:
@@ -287,7 +313,8 @@ def _rounds(family: Family, sizes: Sequence[int]) -> list[list[Any]]:
         if any(abs(each * k + rest - b) > 1e-6 for k, b in points):
             raise ValueError(f"{family.compressor}: bytes are not linear in the kept elements")
         large = family.ladder[-1].buckets[-1].rounds[number]
-        found.append([first.collective, round(each), round(rest), large.skippable])
+        # Scales of blocks are a fraction of a byte for every element.
+        found.append([first.collective, float(f"{each:.9g}"), round(rest), large.skippable])
     return found
 
 

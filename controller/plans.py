@@ -6,7 +6,7 @@ import math
 from collections import Counter, OrderedDict
 
 from gradpilot.policies.base import PolicySettings
-from gradpilot.protos.messages import Layout, Option, Plan
+from gradpilot.protos.messages import START_INTERVAL, Layout, Option, Plan
 
 PLANS_KEPT = 8
 """Plans remembered, so that a report can be read under the plan that it names."""
@@ -16,9 +16,6 @@ PATIENCE_SECONDS = 30.0
 
 PATIENCE_DECISION_STEPS = 3
 """The same in decision steps of the plan; the longer of the two counts."""
-
-START_INTERVAL = 10
-"""Decision step of ranks that have no plan yet."""
 
 MAX_NUMBER = 1 << 53
 """Numbers beyond it are nobody's; they must not push ours out of 64 bits."""

@@ -154,12 +154,13 @@ def _verdict(
     saving, permitted, why = float("nan"), True, ""
     if present is not None and present.valid[0]:
         saving = improvement(evaluation, choice, present, inputs.settings)
-        gain = float(present.gain[0])
+        gain, credit = float(present.gain[0]), float(present.credit[0])
+        own_floor = watched.least * gain / credit
         if total_gain(inputs) < 0 < watched.history.regime.gain:  # measured before, but not now
-            gain = watched.history.regime.gain
+            credit *= watched.history.regime.gain / gain
         least = watched.least * (1 - inputs.settings.gain_band)
-        permitted = bool(present.safe[0]) or gain >= least
-        why = f"is below the gain floor of {watched.least:g}"
+        permitted = bool(present.safe[0]) or credit >= least
+        why = f"is below the gain floor of {own_floor:.3g}"
     elif present is not None and inputs.step_seconds > 0:  # it cannot be predicted, but measured
         cost = inputs.step_seconds / float(present.efficiency[0])
         saving = 1 - float(evaluation.cost[choice.index]) / cost

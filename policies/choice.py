@@ -43,7 +43,7 @@ def allowed(
         settings: For the gain floor.
         banned: Options that are black-listed, (K,); None if none is.
     """
-    enough = evaluation.gain >= settings.gain_floor
+    enough = evaluation.credit >= settings.gain_floor
     fit: NDArray[np.bool_] = evaluation.valid & (enough | evaluation.safe)
     return fit if banned is None else fit & ~banned[evaluation.rows].any(axis=1)
 

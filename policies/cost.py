@@ -29,6 +29,8 @@ from gradpilot.protos.messages import COLLECTIVES
 BACKENDS: tuple[str, ...] = ("gloo", "nccl", "model")
 
 
+OWN_BROADCAST = "scatter_broadcast"
+
 AT_ONCE = {"gloo": 2}
 """Collectives of one group that a backend works on at a time: gloo has two threads a device. On
 others, such as NCCL, they follow one another in the order of a stream."""
@@ -138,6 +140,25 @@ def scatter_broadcast(n: int) -> Affine:
     return Affine(math.log2(n) + n - 1, 2 * (n - 1) / n) if n > 1 else NOTHING
 
 
+def direct_scatter_broadcast(n: int) -> Affine:
+    """Ours: all slices straight from the source at once, then an all-gather around a ring."""
+    return Affine(float(n), 2 * (n - 1) / n) if n > 1 else NOTHING
+
+
+def carried_by(request: str, collective: str) -> str:
+    """Return the operation that carries a request under an option.
+
+    Who carries all-reduces by messages of our own carries broadcasts so, too.
+
+    Args:
+        request: One of ``messages.REQUESTS``.
+        collective: ``Option.collective``.
+    """
+    if collective not in SKIPPING:
+        return request
+    return {"all_reduce": collective, "broadcast": OWN_BROADCAST}.get(request, request)
+
+
 def _clamped(collective: str, n: int, skip: int) -> int:
     return min(max(skip, 0), most_skipped(collective, n))
 
@@ -146,7 +167,9 @@ def _clamped(collective: str, n: int, skip: int) -> int:
 
 
 def _own(collective: str, n: int, skip: int) -> Affine:
-    """Return the cost of an all-reduce of our own, a message per step."""
+    """Return the cost of an all-reduce or the broadcast of our own, a message per step."""
+    if collective == OWN_BROADCAST:
+        return direct_scatter_broadcast(n)
     forms = {
         "ring": ring_all_reduce,
         "halving_doubling": halving_doubling_all_reduce,
@@ -156,7 +179,7 @@ def _own(collective: str, n: int, skip: int) -> Affine:
 
 
 def _model(collective: str, n: int, skip: int) -> Affine:
-    if collective in SKIPPING:
+    if collective in (*SKIPPING, OWN_BROADCAST):
         return _own(collective, n, skip)
     forms = {
         "all_reduce": ring_all_reduce(n),
@@ -170,7 +193,7 @@ def _model(collective: str, n: int, skip: int) -> Affine:
 
 
 def _nccl(collective: str, n: int, skip: int) -> Affine:
-    if collective in SKIPPING:
+    if collective in (*SKIPPING, OWN_BROADCAST):
         return _own(collective, n, skip)
     forms = {
         "all_reduce": ring_all_reduce(n),
@@ -183,7 +206,7 @@ def _nccl(collective: str, n: int, skip: int) -> Affine:
 
 
 def _gloo(collective: str, n: int, skip: int) -> Affine:
-    if collective in SKIPPING:
+    if collective in (*SKIPPING, OWN_BROADCAST):
         # They post their receives early, so a step costs alpha, and one alpha once. Measured for
         # the ring; the others go the same way.
         steps, payloads = _own(collective, n, skip)

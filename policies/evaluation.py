@@ -29,6 +29,7 @@ class Table:
         latency: Wire seconds that do not depend on bytes.
         transfer: Wire seconds that bytes occupy.
         gain: Share of ||corrected||^2 that arrives, skipping included.
+        credit: The same as the floor of gain counts it: over the family's ``floor_factor``.
         efficiency: Progress of a step relative to a dense one.
         size: Payload bytes handed to collectives.
     """
@@ -42,6 +43,7 @@ class Table:
     latency: Floats
     transfer: Floats
     gain: Floats
+    credit: Floats
     efficiency: Floats
     size: Floats
 
@@ -54,7 +56,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What the models predict for P candidates, each (P,) but ``rows`` (P, B)."""
+    """What the models predict for P candidates, each (P,) but ``rows`` (P, B).
+
+    ``credit`` is what a floor of gain is compared with; see ``Table``.
+    """
 
     rows: Indices
     statistical_loss: Floats
@@ -62,6 +67,7 @@ class Evaluation:
     synchronisation_seconds: Floats
     step_seconds: Floats
     gain: Floats
+    credit: Floats
     efficiency: Floats
     wire_ratio: Floats
     safe: NDArray[np.bool_]

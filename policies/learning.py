@@ -70,7 +70,8 @@ def _records(
         old, forecast = known.get(key), forecasts.get(key)
         shares = model.weights[buckets] + SMALLEST
         measured = float(np.average([inputs.buckets[b].gain for b in buckets], weights=shares))
-        missed = measured if measured < inputs.settings.gain_floor else -1.0
+        floor = inputs.settings.gain_floor * family.floor_factor
+        missed = measured if measured < floor else -1.0
         if old is not None and not (on_trial and forecast):
             factor = old.factor
         else:

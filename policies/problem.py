@@ -203,6 +203,7 @@ class Space:
             latency=(basis.counts @ a) * self._link.alpha_seconds,
             transfer=(basis.sizes @ b) * self._link.beta_seconds_per_byte,
             gain=np.clip(basis.gain * left, SMALLEST, 1.0),
+            credit=np.clip(basis.gain * left / head.family.floor_factor, SMALLEST, 1.0),
             efficiency=np.clip(basis.efficiency * worth, SMALLEST, 1.0),
             size=basis.sizes.sum(axis=2),
         )
@@ -265,6 +266,7 @@ class Space:
             step_seconds=step_seconds(self.inputs.compute_seconds, self._ready, end)
             + self._straggle,
             gain=np.clip(pick(table.gain) @ weights, SMALLEST, 1.0),
+            credit=np.clip(pick(table.credit) @ weights, SMALLEST, 1.0),
             efficiency=worth,
             wire_ratio=pick(table.size).sum(axis=1) / self._dense_bytes,
             safe=np.asarray(table.safe[rows].all(axis=1)),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradpilot.policies.base import BucketState, Inputs
+from gradpilot.policies.dwell import whole
 from gradpilot.policies.importance import Importance, measure
 from gradpilot.policies.signal import shrink_factor, signal_to_noise
 from gradpilot.policies.skipping import contributions
@@ -29,9 +30,8 @@ def snr(inputs: Inputs, present: Sequence[Option]) -> float:
 
     Told only while everything is sent: under compression the mean that arrives is not the mean.
     """
-    whole = bool(present) and all(o.ratio == 1.0 and not o.skip for o in present)
     states = inputs.buckets
-    if not whole or any(s.gradient_sq < 0 or s.mean_sq < 0 for s in states):
+    if not present or not whole(present) or any(s.gradient_sq < 0 or s.mean_sq < 0 for s in states):
         return inputs.history.snr
     found = signal_to_noise(
         sum(s.gradient_sq for s in states), sum(s.mean_sq for s in states), inputs.world_size

@@ -59,7 +59,7 @@ def best(
     if choice.index not in rows:
         rows.append(choice.index)
     barred: NDArray[np.bool_] = np.logical_or.reduce(banned[evaluation.rows], axis=1)
-    low = np.asarray(~evaluation.safe & (evaluation.gain < settings.gain_floor))
+    low = np.asarray(~evaluation.safe & (evaluation.credit < settings.gain_floor))
     better = evaluation.valid & (evaluation.cost < evaluation.cost[choice.index])
     for reason in (barred & ~low, low & ~barred):
         if (forbidden := np.flatnonzero(better & reason & ~fit)).size:

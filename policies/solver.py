@@ -175,7 +175,7 @@ def search_groups(
         values = np.concatenate([found.objectives, found.cost[:, None]], axis=1)
         values = np.where(np.isfinite(values), values, 1e3)
         banned = np.zeros(len(points)) if allowed is None else (~allowed(found)).astype(np.float64)
-        short = np.nan_to_num(1 - found.gain, nan=1.0)
+        short = np.nan_to_num(1 - found.credit, nan=1.0)
         return values + (PENALTY * banned * (1 + short))[:, None]
 
     if initial is not None:

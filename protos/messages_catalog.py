@@ -9,9 +9,9 @@ from gradpilot.protos.messages_options import Option, Setting
 
 COLLECTIVES: tuple[str, ...] = (
     "all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
-    "ring", "halving_doubling", "tree",
+    "ring", "halving_doubling", "tree", "scatter_broadcast",
 )  # fmt: skip
-"""Operations that are timed: the backend's own five, and our all-reduces."""
+"""Operations that are timed: the backend's own five, our all-reduces and our broadcast."""
 
 REQUESTS: tuple[str, ...] = COLLECTIVES[:5]
 """What a compressor can ask for."""
@@ -106,6 +106,8 @@ class Family:
             property of the family, see the compressor's docstring for its source.
         memory_payloads: Peak wire payloads held at once, in units of one payload; the all-gather
             of N payloads holds N.
+        floor_factor: Share of the operator's gain floor that holds for this family, (0, 1]. Less
+            than 1 where trainings went well at gains at which others do not.
     """
 
     compressor: str
@@ -116,6 +118,7 @@ class Family:
     gain_factor: float = 1.0
     efficiency_exponent: float = 0.0
     memory_payloads: int = 1
+    floor_factor: float = 1.0
 
     def option(self, ratio: float, collective: str, skip: int = 0) -> Option:
         """Return the option of this family with the given ratio, collective and skip."""

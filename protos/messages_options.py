@@ -127,6 +127,14 @@ class Assignment:
     option: Option
 
 
+START_INTERVAL = 20
+"""Decision step of ranks that have no plan yet."""
+
+EARLY_INTERVAL, EARLY_STEPS = 4, 40
+"""The same in their first so many steps, a multiple of both: where steps take seconds the first
+plan must not wait for twenty of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The controller's output: which option each bucket gets.
@@ -137,7 +145,8 @@ class Plan:
         layout: Digest of the bucket layout that the plan was made for.
         assignments: Option per bucket fingerprint.
         default: Option of every bucket that is not assigned.
-        interval: Decision step N: synchronised backward passes between decision steps, >= 1.
+        interval: Decision step N: synchronised backward passes between decision steps, >= 1. Of
+            what ranks start with, plan 0, see ``EARLY_INTERVAL``.
         policy: Name of the policy that chose.
         reason: One line for people.
     """
@@ -155,6 +164,15 @@ class Plan:
     def key(self) -> tuple[int, int]:
         """Return ``(term, id)``, the order in which plans are newer than each other."""
         return (self.term, self.id)
+
+    def steps_to_decision(self, step: int) -> int:
+        """Return how many steps after ``step`` the next decision step is; 0 if it is one.
+
+        Args:
+            step: Synchronised backward passes before it.
+        """
+        early = self.id == 0 and step <= EARLY_STEPS
+        return -step % (min(self.interval, EARLY_INTERVAL) if early else self.interval)
 
     def option(self, bucket: str) -> Option:
         """Return the option of the bucket with this fingerprint."""

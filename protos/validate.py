@@ -270,6 +270,7 @@ def _family(path: str, family: Family, buckets: int) -> None:
     _number(f"{path}.gain_factor", family.gain_factor, 0.0, math.inf)
     _number(f"{path}.efficiency_exponent", family.efficiency_exponent, 0.0, math.inf)
     _whole(f"{path}.memory_payloads", family.memory_payloads, 1, MAX_RANKS)
+    _ratio(f"{path}.floor_factor", family.floor_factor)
     if not family.ladder:
         raise _wrong(f"{path}.ladder", "at least one ratio", family.ladder)
     for i, point in enumerate(family.ladder):

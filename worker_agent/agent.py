@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpilot.errors import ConfigError, ProtocolError
-from gradpilot.protos.messages import DENSE, Layout, Option, Plan, Report, Welcome
+from gradpilot.protos.messages import (
+    DENSE,
+    START_INTERVAL,
+    Layout,
+    Option,
+    Plan,
+    Report,
+    Welcome,
+)
 from gradpilot.worker_agent import compatibility, groups, identity, watchdog
 from gradpilot.worker_agent.agreement import Agreement, control_timeout
 from gradpilot.worker_agent.buckets import BucketTable
@@ -18,7 +26,7 @@ from gradpilot.worker_agent.catalog import calibrate
 from gradpilot.worker_agent.client import ControllerClient
 from gradpilot.worker_agent.config import AgentConfig, set_up_logging
 from gradpilot.worker_agent.controller_link import ControllerLink
-from gradpilot.worker_agent.coordinator import FIRST_INTERVAL, Coordinator
+from gradpilot.worker_agent.coordinator import Coordinator
 from gradpilot.worker_agent.division import DivisionRule
 from gradpilot.worker_agent.handle import Handle, counters_of
 from gradpilot.worker_agent.hook import Pipeline
@@ -162,7 +170,7 @@ def attach(
         client = ControllerClient(address, make_hello, config, world_size=world_size)
         link = ControllerLink(client, calibration, met.nodes.layered, config.plan_ttl_seconds)
     coordinator = Coordinator(
-        Plan(0, 0, "", default=start, interval=FIRST_INTERVAL, policy="start"),
+        Plan(0, 0, "", default=start, interval=START_INTERVAL, policy="start"),
         world_size,
         device.type,
         agreement,

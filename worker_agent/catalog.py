@@ -21,7 +21,7 @@ from gradpilot.protos.messages import (
     WireRound,
 )
 from gradpilot.worker_agent.buckets import Slot
-from gradpilot.worker_agent.collectives.base import AllGather
+from gradpilot.worker_agent.collectives.base import AllGather, AllToAll
 from gradpilot.worker_agent.collectives.skipping import min_skip_elements
 from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Compressor, leave_residual_
 
@@ -53,8 +53,9 @@ def families(slots: tuple[Slot, ...], world_size: int) -> tuple[Family, ...]:
             gain_factor=members[0].gain_factor,
             efficiency_exponent=members[0].efficiency_exponent,
             memory_payloads=world_size if members[0].exchange == "all_gather" else 1,
+            floor_factor=members[0].floor_factor,
         )
-        for settings, members in _grouped()
+        for settings, members in _grouped(world_size)
         if _able(members[0], world_size)
     )
 
@@ -90,7 +91,7 @@ def calibrate(world_size: int, device: torch.device) -> tuple[ComputeSample, ...
     for elements in CALIBRATION_ELEMENTS:
         # Cubed normal values have the heavy tail of gradients, which selection costs depend on.
         grad = torch.randn(elements, generator=generator).pow_(3).to(device)
-        for settings, members in _grouped():
+        for settings, members in _grouped(world_size):
             for member in members:
                 if time.monotonic() > deadline:
                     return tuple(samples)
@@ -120,13 +121,12 @@ def _rounds(member: Compressor, slot: Slot, world_size: int) -> tuple[WireRound,
     )
 
 
-def _grouped() -> list[tuple[tuple[Setting, ...], list[Compressor]]]:
-    """Return the ladders of calibrated compressors as families, each ascending in ratio."""
+def _grouped(world_size: int) -> list[tuple[tuple[Setting, ...], list[Compressor]]]:
+    """Return the calibrated part of all ladders as families, each ascending in ratio."""
     grouped = []
     for name in COMPRESSORS:
-        if not COMPRESSORS.get(name).calibrated:
-            continue
-        ladder = sorted(COMPRESSORS.get(name).ladder(), key=lambda c: (repr(c.settings), c.ratio))
+        able = [m for m in COMPRESSORS.get(name).ladder() if m.calibrated_for(world_size)]
+        ladder = sorted(able, key=lambda c: (repr(c.settings), c.ratio))
         for settings, members in itertools.groupby(ladder, key=lambda c: c.settings):
             grouped.append((settings, list(members)))
     return grouped
@@ -136,7 +136,10 @@ def _dry_run(compressor: Compressor, grad: Tensor, world_size: int) -> tuple[flo
     """Return compress and decompress seconds of one run with made-up replies."""
     feedback = not compressor.lossless
     out = torch.zeros_like(grad)  # stands for the bucket's own buffer
-    at = At(rank=0, world_size=world_size, step=0, feedback=feedback, out=out)
+    # One matrix, as square as powers of two can be: what a matrix costs depends on its elements.
+    rows = 1 << (grad.numel().bit_length() - 1) // 2
+    shapes = (torch.Size([rows, grad.numel() // rows]),)
+    at = At(rank=0, world_size=world_size, step=0, shapes=shapes, feedback=feedback, out=out)
     compress, mark = 0.0, _now(grad)
     work = grad.clone()  # stands for adding the residual, which the hook counts as compression
     rounds = compressor.rounds(work, at)
@@ -147,6 +150,8 @@ def _dry_run(compressor: Compressor, grad: Tensor, world_size: int) -> tuple[flo
             reply = request.payload
             if isinstance(request, AllGather):
                 reply = reply.expand(world_size, -1).contiguous()
+            elif isinstance(request, AllToAll):
+                reply = reply.view(world_size, -1)
             mark = _now(grad)
             request = rounds.send(reply)
     except StopIteration as stop:

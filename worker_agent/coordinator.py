@@ -22,10 +22,6 @@ from gradpilot.worker_agent.plan import ActivePlan, safe_plan
 
 log = logging.getLogger("gradpilot.agent")
 
-FIRST_INTERVAL = 10
-"""Decision step before the first plan: soon, so that a short job profits, too."""
-
-
 class ControlPlane(Protocol):
     """What the coordinator needs of the connection to the controller; nothing in it may block."""
 
@@ -173,7 +169,7 @@ class Coordinator:
                     self._held = None
             if self._control_plane is not None:
                 self._control_plane.layout_changed(table)
-        if next_step % self.active.plan.interval:
+        if self.active.plan.steps_to_decision(next_step):
             return
         with self._lock:
             held, probe = self._held, self._probe

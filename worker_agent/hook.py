@@ -395,7 +395,7 @@ class Pipeline:
             or step < every  # statistics are denser there
         ):
             return 0
-        to_decision, to_statistics = -step % plan.plan.interval, -step % every
+        to_decision, to_statistics = plan.plan.steps_to_decision(step), -step % every
         return min(to_decision, to_statistics, self._recorder.steps_without_samples(step))
 
     def _end_quiet_step(self, last_ready: float, done: float) -> None:

@@ -107,10 +107,10 @@ METHODS: tuple[Method, ...] = (
     *(
         Method(
             f"powersgd {step} rank {rank}",
-            f"powersgd {step}",
+            f"powersgd {step}" if rank > 1 else f"powersgd {step} rank 1",
             _of("powersgd", "native", rank=rank, step=step),
         )
-        for step, rank in (("full", 4), ("full", 1), ("half", 4), ("half", 1))
+        for step, rank in (("full", 16), ("full", 4), ("full", 1), ("half", 4), ("half", 1))
     ),
     *(Method(f"thc {bits} bits", "thc", _of("thc", "native", bits=bits)) for bits in (4, 3)),
     Method("int8", "int8", _of("int8", "native", exchange="all_reduce")),

@@ -12,13 +12,13 @@ import numpy as np
 from bench import results_file
 from bench.efficiency_runs import divergence, models
 from bench.efficiency_runs.analysis import exponent, interval, rank_correlation
+from bench.efficiency_runs.methods import METHODS
 from bench.efficiency_runs.models import Points
 from bench.efficiency_runs.summary import Dense, Line, dense_of, lines, points
 from bench.efficiency_runs.sweep import Done, Plan
-from bench.efficiency_runs.training import EVERY
+from bench.efficiency_runs.training import EVERY, RANKS
 from gradpilot.policies.gain import SKIP_EXPONENTS
-from gradpilot.protos.messages import Option, Setting
-from gradpilot.worker_agent.compressors.base import COMPRESSORS
+from gradpilot.worker_agent.compressors.base import create
 
 STATISTICS: Mapping[str, float] = {
     "gain": 1.0,
@@ -201,11 +201,12 @@ def in_use(family: str) -> float:
     name, _, form = family.partition(" ")
     if name == "skip":
         return SKIP_EXPONENTS.get(form, float("nan"))
-    kind = COMPRESSORS.get(name)
-    if not kind.calibrated:
-        return float("nan")
-    settings = (Setting("selection", form),) if name == "artopk" else ()
-    return kind.from_option(Option(name, 0.01, settings=settings)).efficiency_exponent
+    for method in METHODS:
+        if method.family == family and not method.option.skip:
+            compressor = create(method.option)
+            if compressor.calibrated_for(RANKS):
+                return compressor.efficiency_exponent
+    return float("nan")
 
 
 def _exponent_rows(which: str, of: Sequence[Line]) -> Iterable[dict[str, Any]]:

@@ -21,7 +21,9 @@ MIN_SKIP_ELEMENTS = 1024
 
 def families(layout: Layout, ranks: int) -> tuple[Family, ...]:
     """Return what agents can do on a layout with N ranks, as their own catalog says it."""
-    return tuple(_family(form, layout, ranks) for form in document()["families"])
+    forms = document()["families"]
+    able = [form for form in forms if form["most_ranks"] is None or ranks <= form["most_ranks"]]
+    return tuple(_family(form, layout, ranks) for form in able)
 
 
 def _family(form: Mapping[str, Any], layout: Layout, ranks: int) -> Family:
@@ -29,7 +31,7 @@ def _family(form: Mapping[str, Any], layout: Layout, ranks: int) -> Family:
 
     def rounds(elements: int, ratio: float) -> BucketRounds:
         kept = max(1, int(elements * ratio))
-        sizes = ((kind, each * kept + rest, may) for kind, each, rest, may in form["rounds"])
+        sizes = ((kind, round(each * kept + rest), may) for kind, each, rest, may in form["rounds"])
         return BucketRounds(
             tuple(WireRound(kind, size, may and size >= floor) for kind, size, may in sizes)
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gradpilot.controller.plans import START_INTERVAL, decision_interval
+from gradpilot.controller.plans import decision_interval
 from gradpilot.controller.probing import patience
 from gradpilot.controller.run import Run
 from gradpilot.controller.store import Memory
@@ -22,6 +22,7 @@ from gradpilot.policies.base import POLICIES, Inputs, Outcome, PolicySettings
 from gradpilot.policies.guards import settle
 from gradpilot.protos.messages import (
     DENSE,
+    START_INTERVAL,
     Assignment,
     Catalog,
     Decision,
@@ -185,7 +186,7 @@ class Driver:
         while self._progress < self._case.steps:
             report_seconds, decision_seconds = timing.at(self._now)
             full = self._advance(report_seconds)
-            boundary = self._step % self._plan.interval == 0
+            boundary = self._plan.steps_to_decision(self._step) == 0
             if full or (boundary and (self._pending or self._asked)):
                 self._report(run)
                 due = self._now - run.decided_at >= decision_seconds

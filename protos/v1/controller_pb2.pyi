@@ -185,6 +185,7 @@ class Family(google.protobuf.message.Message):
     GAIN_FACTOR_FIELD_NUMBER: builtins.int
     EFFICIENCY_EXPONENT_FIELD_NUMBER: builtins.int
     MEMORY_PAYLOADS_FIELD_NUMBER: builtins.int
+    FLOOR_FACTOR_FIELD_NUMBER: builtins.int
     compressor: builtins.str
     """Registered name of the compressor."""
     gain_model: builtins.str
@@ -195,6 +196,8 @@ class Family(google.protobuf.message.Message):
     """Statistical efficiency of one step = gain ** exponent, without unit."""
     memory_payloads: builtins.int
     """Peak wire payloads held at once, in units of one payload. Default 1."""
+    floor_factor: builtins.float
+    """Share of the operator's gain floor that holds for this family, (0, 1]. Default 1."""
     @property
     def settings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradpilot.protos.v1.types_pb2.Setting]:
         """Settings beside the ratio, sorted by name."""
@@ -218,9 +221,12 @@ class Family(google.protobuf.message.Message):
         gain_factor: builtins.float | None = ...,
         efficiency_exponent: builtins.float = ...,
         memory_payloads: builtins.int | None = ...,
+        floor_factor: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_gain_factor", b"_gain_factor", "_gain_model", b"_gain_model", "_memory_payloads", b"_memory_payloads", "gain_factor", b"gain_factor", "gain_model", b"gain_model", "memory_payloads", b"memory_payloads"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gain_factor", b"_gain_factor", "_gain_model", b"_gain_model", "_memory_payloads", b"_memory_payloads", "collectives", b"collectives", "compressor", b"compressor", "efficiency_exponent", b"efficiency_exponent", "gain_factor", b"gain_factor", "gain_model", b"gain_model", "ladder", b"ladder", "memory_payloads", b"memory_payloads", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_floor_factor", b"_floor_factor", "_gain_factor", b"_gain_factor", "_gain_model", b"_gain_model", "_memory_payloads", b"_memory_payloads", "floor_factor", b"floor_factor", "gain_factor", b"gain_factor", "gain_model", b"gain_model", "memory_payloads", b"memory_payloads"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_floor_factor", b"_floor_factor", "_gain_factor", b"_gain_factor", "_gain_model", b"_gain_model", "_memory_payloads", b"_memory_payloads", "collectives", b"collectives", "compressor", b"compressor", "efficiency_exponent", b"efficiency_exponent", "floor_factor", b"floor_factor", "gain_factor", b"gain_factor", "gain_model", b"gain_model", "ladder", b"ladder", "memory_payloads", b"memory_payloads", "settings", b"settings"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_floor_factor", b"_floor_factor"]) -> typing.Literal["floor_factor"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gain_factor", b"_gain_factor"]) -> typing.Literal["gain_factor"] | None: ...
     @typing.overload

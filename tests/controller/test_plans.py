@@ -6,12 +6,19 @@ from gradpilot.controller.plans import (
     MAX_NUMBER,
     PATIENCE_DECISION_STEPS,
     PATIENCE_SECONDS,
-    START_INTERVAL,
     PlanBook,
     dominant,
     plan_label,
 )
-from gradpilot.protos.messages import BF16, DENSE, Assignment, Bucket, Layout, Plan
+from gradpilot.protos.messages import (
+    BF16,
+    DENSE,
+    START_INTERVAL,
+    Assignment,
+    Bucket,
+    Layout,
+    Plan,
+)
 from tests.controller.fakes import layout
 
 

@@ -26,6 +26,7 @@ def evaluation(
         synchronisation_seconds=np.array(sync if sync is not None else step, dtype=float),
         step_seconds=np.array(step, dtype=float),
         gain=np.array(gain if gain is not None else worth, dtype=float),
+        credit=np.array(gain if gain is not None else worth, dtype=float),
         efficiency=np.array(worth, dtype=float),
         wire_ratio=np.ones(n),
         safe=np.isin(np.arange(n), safe),

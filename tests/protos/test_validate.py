@@ -235,6 +235,7 @@ TWICE = Layout.of((Bucket("a", 0, 1000), Bucket("a", 1, 10)))
         (CATALOG, "families.0.gain_factor", math.nan, "Catalog.families[0].gain_factor"),
         (CATALOG, "families.0.efficiency_exponent", math.inf, "efficiency_exponent"),
         (CATALOG, "families.0.memory_payloads", 0, "Catalog.families[0].memory_payloads"),
+        (CATALOG, "families.0.floor_factor", 0.0, "Catalog.families[0].floor_factor"),
         (CATALOG, "families.0.ladder", (), "Catalog.families[0].ladder: expected at least one"),
         (CATALOG, "families.0.ladder", FAMILY.ladder[::-1], "ratios in ascending order"),
         (CATALOG, "families.0.ladder.1.ratio", 0.01, "distinct ratios"),

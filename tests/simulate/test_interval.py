@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from gradpilot.controller.plans import START_INTERVAL, decision_interval
+from gradpilot.controller.plans import decision_interval
 from gradpilot.policies.base import PolicySettings
+from gradpilot.protos.messages import EARLY_INTERVAL, EARLY_STEPS, START_INTERVAL, Plan
 from gradpilot.simulate.driver import Case, Driver
 from gradpilot.simulate.engine import QUIET
 from gradpilot.simulate.jobs import make_job
@@ -33,12 +34,18 @@ def test_the_first_plan_of_a_slow_job_comes_soon() -> None:
     case = Case(world, constant(2, 1.25), steps=60, noise=QUIET)
     result = Driver(case).run("adaptive")
     first = result.switches[0]
-    assert first.step <= START_INTERVAL
+    assert first.step <= 2 * EARLY_INTERVAL
     assert first.seconds < 60
     later = [switch.seconds - switch.decided for switch in result.switches[1:]]
     assert all(waited < 10 for waited in later)
 
 
-def test_agents_begin_as_the_controller_thinks() -> None:
-    coordinator = pytest.importorskip("gradpilot.worker_agent.coordinator")
-    assert coordinator.FIRST_INTERVAL == START_INTERVAL
+def test_decision_steps_are_dense_at_first() -> None:
+    """Every rank computes them for itself, and the controller waits by them."""
+    start, later = Plan(0, 0, "", interval=START_INTERVAL), Plan(1, 1, "", interval=50)
+    found = [step for step in range(1, 121) if not start.steps_to_decision(step)]
+    assert found == [*range(EARLY_INTERVAL, EARLY_STEPS + 1, EARLY_INTERVAL), 60, 80, 100, 120]
+    assert [step for step in range(1, 121) if not later.steps_to_decision(step)] == [50, 100]
+    for plan in (start, later):
+        for step in range(1, 121):
+            assert not plan.steps_to_decision(step + plan.steps_to_decision(step))

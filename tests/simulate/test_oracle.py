@@ -69,7 +69,7 @@ def test_on_a_constant_network_it_is_the_best_fixed_plan() -> None:
     bound = clairvoyant.oracle()
     (option, *_), best = clairvoyant.best_fixed()
     assert bound.seconds <= best.seconds * (1 + 1e-9)
-    assert option.ratio < 1
+    assert option.family not in (DENSE.family, BF16.family)
     brute = min(
         Driver(of).fixed(everywhere(of, o)).seconds
         for o in clairvoyant.options
@@ -89,6 +89,7 @@ def test_the_gain_floor_holds_for_it_too() -> None:
 
 def test_it_changes_with_the_network() -> None:
     fast, slow = Link.of(0.01, 25), Link.of(0.01, 0.2)
-    of = case(Trace("two", (0.0, 15.0), (fast, slow), 30.0), steps=300, settings=FEW)
+    low = PolicySettings(gain_floor=0.1, ratios=6)  # else 8 bits are as good in both phases
+    of = case(Trace("two", (0.0, 15.0), (fast, slow), 30.0), steps=300, settings=low)
     clairvoyant = Clairvoyant(of, Weather(of.world, of.noise, of.seed))
     assert clairvoyant.oracle().seconds < 0.97 * clairvoyant.best_fixed()[1].seconds

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 
 from gradpilot.protos.messages import Catalog
 from gradpilot.protos.validate import validate_catalog
+from gradpilot.worker_agent import catalog
 from gradpilot.worker_agent.buckets import BucketTable
 from gradpilot.worker_agent.catalog import (
     CALIBRATION_ELEMENTS,
@@ -14,7 +17,8 @@ from gradpilot.worker_agent.catalog import (
     calibrate,
     families,
 )
-from gradpilot.worker_agent.compressors.base import COMPRESSORS, create
+from gradpilot.worker_agent.compressors.base import COMPRESSORS, At, Estimate, Rounds, create
+from gradpilot.worker_agent.compressors.powersgd import PowerSgd
 from tests.worker_agent.buckets import fake_bucket, named
 
 N = 4
@@ -42,8 +46,48 @@ def test_the_catalog_lists_calibrated_compressors_with_exact_bytes() -> None:
             option = family.option(point.ratio, family.collectives[0])
             for bucket, slot in zip(point.buckets, table.slots, strict=True):
                 stated = [(r.collective, r.bytes) for r in bucket.rounds]
-                exact = create(option).wire(slot.bucket.elements, slot.shapes)
+                exact = create(option).wire(slot.bucket.elements, slot.shapes, N)
                 assert stated == [(r.collective, r.bytes) for r in exact]
+
+
+def test_only_settings_that_were_trained_with_are_offered() -> None:
+    """Sums in 8 bits leave fewer levels the more ranks there are; a rank of 1 costs many steps."""
+
+    def offered(ranks: int) -> set[tuple[str, str]]:
+        found = families(_table().slots, ranks)
+        return {(f.compressor, s.value) for f in found for s in f.settings
+                if s.name in ("exchange", "rank")}  # fmt: skip
+
+    assert offered(18) - offered(19) == {("int8", "all_reduce")}
+    assert {of for of in offered(18) if of[0] == "powersgd"} == {
+        ("powersgd", "4"),
+        ("powersgd", "16"),
+    }
+
+
+def test_a_matrix_is_timed_as_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one vector PowerSGD would send it as it is, which costs next to nothing."""
+    sent: dict[str, list[int]] = {}
+    bare = PowerSgd.rounds
+
+    def watched(self: PowerSgd, grad: Tensor, at: At) -> Rounds:
+        rounds = bare(self, grad, at)
+        request = next(rounds)
+        while True:
+            sent.setdefault(f"{self.rank} of {grad.numel()}", []).append(request.payload.numel())
+            try:
+                request = rounds.send((yield request))
+            except StopIteration as stop:
+                done: Estimate = stop.value
+                return done
+
+    monkeypatch.setattr(catalog, "CALIBRATION_SECONDS", 60.0)
+    monkeypatch.setattr(PowerSgd, "rounds", watched)
+    calibrate(N, torch.device("cpu"))
+    small, large = CALIBRATION_ELEMENTS
+    assert set(sent) == {f"{r} of {n}" for r in (4, 16) for n in (small, large)}
+    assert sent[f"16 of {small}"][:2] == [16 * 128, 16 * 128]
+    assert sent[f"4 of {large}"][:2] == [4 * 512, 4 * 1024]
 
 
 def test_small_payloads_are_marked_as_never_skipped() -> None:
@@ -58,7 +102,7 @@ def test_calibration_times_every_member_and_the_whole_is_a_valid_catalog() -> No
     torch.set_num_threads(1)
     samples = calibrate(N, torch.device("cpu"))
     kinds = [COMPRESSORS.get(name) for name in COMPRESSORS]
-    members = sum(len(kind.ladder()) for kind in kinds if kind.calibrated)
+    members = sum(member.calibrated_for(N) for kind in kinds for member in kind.ladder())
     assert 0 < len(samples) <= members * len(CALIBRATION_ELEMENTS)
     for sample in samples:
         assert sample.elements in CALIBRATION_ELEMENTS

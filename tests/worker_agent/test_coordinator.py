@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 
 from gradpilot.errors import ConfigError, ProtocolError
-from gradpilot.protos.messages import DENSE, Ack, Assignment, Option, Plan, ProbeRequest
+from gradpilot.protos.messages import (
+    DENSE,
+    START_INTERVAL,
+    Ack,
+    Assignment,
+    Option,
+    Plan,
+    ProbeRequest,
+)
 from gradpilot.worker_agent.agreement import Row, Verdict
 from gradpilot.worker_agent.buckets import BucketTable
-from gradpilot.worker_agent.coordinator import FIRST_INTERVAL, Coordinator
+from gradpilot.worker_agent.coordinator import Coordinator
 from tests.worker_agent.buckets import fake_bucket, named
 
 TOPK = Option("topk", 0.1, "allgather")
@@ -69,7 +77,7 @@ def _plan(table: BucketTable, number: int, option: Option = TOPK, **fields: Any)
 def _coordinator(
     agreement: FakeAgreement | None = None, plane: FakeControlPlane | None = None
 ) -> tuple[Coordinator, BucketTable]:
-    start = Plan(0, 0, "", default=DENSE, interval=FIRST_INTERVAL)
+    start = Plan(0, 0, "", default=DENSE, interval=START_INTERVAL)
     coordinator = Coordinator(start, 1 if agreement is None else 4, "cpu", agreement, plane)  # type: ignore[arg-type]
     table = _table()
     coordinator.end_step(1, table, layout_changed=True)
@@ -79,9 +87,9 @@ def _coordinator(
 def test_exchanges_begin_at_the_end_of_the_step_before_a_decision_step() -> None:
     agreement = FakeAgreement()
     coordinator, table = _coordinator(agreement)
-    for step in range(2, 31):
+    for step in range(2, 101):
         coordinator.end_step(step, table, layout_changed=False)
-    assert [row.step for row in agreement.rows] == [10, 20, 30]
+    assert [row.step for row in agreement.rows] == [*range(4, 41, 4), 60, 80, 100]
     assert {row.layout for row in agreement.rows} == {table.layout.digest if table.layout else ""}
 
 
@@ -91,17 +99,17 @@ def test_a_switch_takes_effect_where_it_was_agreed_and_is_acknowledged() -> None
     plan = _plan(table, 7, interval=3)
     coordinator.offer(plan)
     assert coordinator.active.plan.id == 0, "holding is not switching"
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     assert agreement.rows[-1].held == plan
     agreement.verdicts = [Verdict(plan=plan)]
-    coordinator.begin_step(10)
+    coordinator.begin_step(12)
     assert coordinator.active.plan == plan
-    assert plane.acks == [Ack(1, 7, "agreed", 10)]
+    assert plane.acks == [Ack(1, 7, "agreed", 12)]
     assert coordinator.counters.switches == 1
     # From now on the plan's own interval counts, and it is not put up again.
-    for step in range(11, 16):
+    for step in range(13, 19):
         coordinator.end_step(step, table, layout_changed=False)
-    assert [row.step for row in agreement.rows[1:]] == [12, 15]
+    assert [row.step for row in agreement.rows[1:]] == [15, 18]
     assert agreement.rows[-1].held is None
 
 
@@ -110,7 +118,7 @@ def test_an_old_plan_is_ignored_and_a_newer_one_replaces_what_is_held() -> None:
     coordinator, table = _coordinator(agreement)
     coordinator.offer(_plan(table, 5))
     coordinator.offer(_plan(table, 4))
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     assert agreement.rows[-1].held is not None
     assert agreement.rows[-1].held.id == 5
     coordinator.offer(_plan(table, 6))
@@ -134,7 +142,7 @@ def test_a_new_layout_drops_the_held_plan_and_asks_for_a_new_catalog() -> None:
     other = BucketTable(parameters.items())
     other.identify(fake_bucket(list(parameters.values())))
     other.end_step()
-    coordinator.end_step(10, other, layout_changed=True)
+    coordinator.end_step(12, other, layout_changed=True)
     assert agreement.rows[-1].held is None
     assert plane.layouts == 2
 
@@ -144,10 +152,10 @@ def test_a_plan_that_was_turned_down_is_not_put_up_again() -> None:
     coordinator, table = _coordinator(agreement, plane)
     plan = _plan(table, 5)
     coordinator.offer(plan)
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     agreement.verdicts = [Verdict(rejected="no")]
-    coordinator.begin_step(10)
-    assert plane.acks == [Ack(1, 5, "rejected", 10, "no")]
+    coordinator.begin_step(12)
+    assert plane.acks == [Ack(1, 5, "rejected", 12, "no")]
     coordinator.offer(plan)
     coordinator.end_step(20, table, layout_changed=False)
     assert agreement.rows[-1].held is None
@@ -156,9 +164,9 @@ def test_a_plan_that_was_turned_down_is_not_put_up_again() -> None:
 def test_a_failed_exchange_is_counted_and_keeps_the_plan() -> None:
     agreement = FakeAgreement()
     coordinator, table = _coordinator(agreement)
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     agreement.verdicts = [Verdict(error="control group failed")]
-    coordinator.begin_step(10)
+    coordinator.begin_step(12)
     assert coordinator.counters.agreement_failures == 1
     assert coordinator.active.plan.id == 0
 
@@ -167,10 +175,10 @@ def test_without_a_controller_a_compressing_plan_gives_way_to_the_safe_one_once(
     plane, agreement = FakeControlPlane(), FakeAgreement()
     coordinator, table = _coordinator(agreement, plane)
     plane.lost = True
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     assert not agreement.rows[-1].controller_lost, "a dense plan is safe as it is"
     agreement.verdicts = [Verdict(plan=_plan(table, 5, interval=10))]
-    coordinator.begin_step(10)
+    coordinator.begin_step(12)
     coordinator.end_step(20, table, layout_changed=False)
     assert agreement.rows[-1].controller_lost
     agreement.verdicts = [Verdict(safe=True)]
@@ -190,10 +198,10 @@ def test_a_probe_is_run_once() -> None:
     coordinator, table = _coordinator(agreement)
     probe = ProbeRequest(3, 4096, 65536)
     coordinator.request_probe(probe)
-    coordinator.end_step(10, table, layout_changed=False)
+    coordinator.end_step(12, table, layout_changed=False)
     assert agreement.rows[-1].probe == probe
     agreement.verdicts = [Verdict(probe=probe)]
-    assert coordinator.begin_step(10) == probe
+    assert coordinator.begin_step(12) == probe
     coordinator.request_probe(probe)
     coordinator.end_step(20, table, layout_changed=False)
     assert agreement.rows[-1].probe is None
@@ -204,8 +212,8 @@ def test_a_single_rank_agrees_with_itself() -> None:
     coordinator, table = _coordinator(None)
     plan = _plan(table, 5)
     coordinator.offer(plan)
-    coordinator.end_step(10, table, layout_changed=False)
-    coordinator.begin_step(10)
+    coordinator.end_step(12, table, layout_changed=False)
+    coordinator.begin_step(12)
     assert coordinator.active.plan == plan
 
 
@@ -213,7 +221,7 @@ def test_nothing_changes_between_decision_steps() -> None:
     agreement = FakeAgreement()
     coordinator, table = _coordinator(agreement)
     coordinator.offer(_plan(table, 5))
-    for step in range(2, 10):
+    for step in range(45, 60):
         coordinator.begin_step(step)
         coordinator.end_step(step, table, layout_changed=False)
     assert agreement.rows == []

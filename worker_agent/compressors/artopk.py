@@ -58,7 +58,7 @@ class ArTopK(Compressor):
     source: ClassVar[str] = "Tyagi and Swany, Flexible Communication, IEEE BigData 2023"
     calibrated: ClassVar[bool] = True
     gain_model: ClassVar[str] = "energy"
-    gain_factor: ClassVar[float] = 0.75
+    gain_factor = 0.75
 
     ratio: float = kept_fraction(0.01)
     selection: str = choice("star", "var", "hybrid")

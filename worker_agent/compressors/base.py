@@ -150,11 +150,13 @@ class Compressor(ABC):
             several buckets at once without a communication thread.
         linear_memory: Names in ``Estimate.memory`` of what grows with the gradient; multiplied when
             the loss scale changes.
-        calibrated: Whether ``efficiency_exponent`` was fitted to training runs. Policies choose by
-            it, so only calibrated compressors are offered to them; the others can be pinned.
+        calibrated: Whether ``efficiency_exponent`` was fitted to training runs, for some settings
+            at least. Policies choose by it, so only what is calibrated is offered to them; the
+            rest can be pinned.
         gain_model: See ``messages.Family``.
-        gain_factor: See ``messages.Family``.
+        gain_factor: See ``messages.Family``. May depend on settings.
         efficiency_exponent: See ``messages.Family``. May depend on settings.
+        floor_factor: See ``messages.Family``.
     """
 
     name: ClassVar[str]
@@ -166,7 +168,7 @@ class Compressor(ABC):
     linear_memory: ClassVar[tuple[str, ...]] = ()
     calibrated: ClassVar[bool] = False
     gain_model: ClassVar[str] = "constant"
-    gain_factor: ClassVar[float] = 1.0
+    floor_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -204,9 +206,22 @@ class Compressor(ABC):
         return 1.0
 
     @property
+    def gain_factor(self) -> float:
+        """Return the prior of the gain model."""
+        return 1.0
+
+    @property
     def efficiency_exponent(self) -> float:
         """Return by what power of the gain a step makes progress; 0 if that costs no steps."""
         return 0.0
+
+    def calibrated_for(self, world_size: int) -> bool:
+        """Return whether these settings are calibrated for so many ranks.
+
+        Args:
+            world_size: Ranks N.
+        """
+        return self.calibrated
 
     @property
     def estimator(self) -> str:

@@ -79,7 +79,7 @@ class ChunkUnion(Compressor):
     )
     fixed_wire = False
     gain_model: ClassVar[str] = "energy"
-    gain_factor: ClassVar[float] = 0.4
+    gain_factor = 0.4
 
     ratio: float = kept_fraction(0.1)
     chunk: int = whole(256, 1, 1 << 20)

@@ -56,7 +56,7 @@ class CountSketchTopK(Compressor):
     name: ClassVar[str] = "countsketch"
     source: ClassVar[str] = "Ivkin et al., Sketched-SGD, NeurIPS 2019; Rothchild et al., FetchSGD"
     gain_model: ClassVar[str] = "energy"
-    gain_factor: ClassVar[float] = 0.4
+    gain_factor = 0.4
 
     ratio: float = kept_fraction(0.01)
     rows: int = whole(3, 3, 15)

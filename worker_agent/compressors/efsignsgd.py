@@ -43,7 +43,7 @@ class EfSignSgd(Compressor):
     name: ClassVar[str] = "efsignsgd"
     source: ClassVar[str] = "Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019"
     exchange = "all_gather"
-    gain_factor: ClassVar[float] = 0.64
+    gain_factor = 0.64
 
     @classmethod
     def ladder(cls) -> Sequence[EfSignSgd]:

@@ -41,7 +41,7 @@ class OneBit(Compressor):
     name: ClassVar[str] = "onebit"
     source: ClassVar[str] = "Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014"
     exchange = "all_gather"
-    gain_factor: ClassVar[float] = 0.64
+    gain_factor = 0.64
 
     @classmethod
     def ladder(cls) -> Sequence[OneBit]:

@@ -63,7 +63,7 @@ class SignSgd(Compressor):
         "Bernstein et al., signSGD with Majority Vote, ICLR 2019; scale and feedback derived here"
     )
     estimator = "biased"
-    gain_factor: ClassVar[float] = 0.64
+    gain_factor = 0.64
 
     exchange: str = choice("all_gather", "all_reduce")
 

@@ -60,7 +60,7 @@ class TopKC(Compressor):
     name: ClassVar[str] = "topkc"
     source: ClassVar[str] = "Han et al., arXiv 2407.01378; details from a summary and from memory"
     gain_model: ClassVar[str] = "energy"
-    gain_factor: ClassVar[float] = 0.4
+    gain_factor = 0.4
 
     ratio: float = kept_fraction(0.1)
     chunk: int = whole(128, 1, 1 << 20)
