@@ -162,7 +162,9 @@ class Planner:
 
     def _due(self, run: Run, now: float) -> str:
         wait = self._config.min_decision_seconds * 2 ** min(run.setbacks, MAX_SETBACKS)
-        if now - run.decided_at < wait:
+        # The decision that asked for a probe was none, so the one that has it need not wait.
+        answered = run.probes.answered and not run.setbacks
+        if now - run.decided_at < wait and not answered:
             return ""
         return run.news(now, SILENT_WINDOWS * self._config.report_seconds)
 
@@ -184,7 +186,7 @@ class Planner:
         inputs = run.inputs(
             self._settings, now, self._config.seed, SILENT_WINDOWS * self._config.report_seconds
         )
-        changes, run.decided_at = run.changes, now
+        changes, run.decided_at, run.probes.answered = run.changes, now, False
         outcome, text = Outcome("error", ""), ""
         try:
             outcome, text = await self._solver.decide(self._config.policy, inputs)

@@ -1,6 +1,6 @@
 """Whether a probe of the link is under way, so that ranks are not asked for it twice.
 
-Ranks run a probe at their next decision step and report its collectives a window later. Until then
+Ranks run a probe at their next decision step and report its collectives with that step. Until then
 every new window shows the same lack of evidence, and a policy would ask again each time.
 """
 
@@ -34,6 +34,8 @@ class ProbeWatch:
     def __init__(self) -> None:
         self.repeats = 0
         """Times that a policy wanted a probe while one was under way; only grows."""
+        self.answered = False
+        """Whether a probe was answered by all ranks and nothing was decided since."""
         self._id = 0
         self._after_step = 0
         self._deadline = 0.0
@@ -50,6 +52,7 @@ class ProbeWatch:
         """
         self._id, self._after_step, self._deadline = id_, step, deadline
         self._missing = set(ranks)
+        self.answered = False
 
     def take(self, rank: int, samples: Iterable[WireSample]) -> None:
         """Look for the probe in what a rank reports; it is over when all ranks have told."""
@@ -57,6 +60,7 @@ class ProbeWatch:
             self._missing.discard(rank)
             if not self._missing:
                 self.clear()
+                self.answered = True
 
     def pending(self, now: float) -> int:
         """Return the number of the decision whose probe is under way; 0 if none is."""

@@ -130,7 +130,7 @@ class Assignment:
 START_INTERVAL = 20
 """Decision step of ranks that have no plan yet."""
 
-EARLY_INTERVAL, EARLY_STEPS = 4, 40
+EARLY_INTERVAL, EARLY_STEPS = 2, 40
 """The same in their first so many steps, a multiple of both: where steps take seconds the first
 plan must not wait for twenty of them."""
 

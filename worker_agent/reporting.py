@@ -214,13 +214,16 @@ class WindowRecorder:
         """The step's last bucket was ready at ``t_last_ready``; all had their mean at ``t_done``.
 
         Returns:
-            The report of the window that ends here, or None if it goes on.
+            The report of the window that ends here, or None if it goes on. A probe ends it early.
         """
         self._done = t_done
         self._exposed = max(t_done - t_last_ready, 0.0)
         self._ended = True
         start = self._window.start
-        if start is None or t_done - start < self.report_seconds:
+        if start is None:
+            return None
+        # The controller waits for what a probe found.
+        if t_done - start < self.report_seconds and not self._probes:
             return None
         return self._close(t_done)
 

@@ -156,6 +156,7 @@ class Driver:
         )
         self._pending: tuple[Plan, float] | None = None
         self._asked: tuple[int, ...] = ()
+        self._probed = False
         self._switches: list[Switch] = []
         self._decisions: dict[str, int] = {}
         self._plans: dict[tuple[Option, ...], None] = {}
@@ -165,7 +166,8 @@ class Driver:
     def fixed(self, options: Sequence[Option]) -> Result:
         """Carry out the job under one plan from its first step on, without reports."""
         self._plans.clear()
-        self._plan = replace(self._plan, interval=BLOCK)
+        # No decision steps in between, not even early ones: as often as the oracle looks.
+        self._plan = replace(self._plan, id=1, interval=BLOCK)
         self._use(tuple(options))
         while self._progress < self._case.steps:
             self._advance(math.inf)
@@ -185,11 +187,14 @@ class Driver:
         timing = self._case.timing
         while self._progress < self._case.steps:
             report_seconds, decision_seconds = timing.at(self._now)
-            full = self._advance(report_seconds)
+            # The step that begins with a probe ends the window.
+            full = self._advance(0.0 if self._probed else report_seconds)
+            self._probed = False
             boundary = self._plan.steps_to_decision(self._step) == 0
             if full or (boundary and (self._pending or self._asked)):
                 self._report(run)
-                due = self._now - run.decided_at >= decision_seconds
+                waited = self._now - run.decided_at >= decision_seconds
+                due = waited or run.probes.answered
                 # Not ``run.news``: that waits for all N ranks, here only some of them speak.
                 if due and all(member.fresh for member in run.members.values()):
                     self._decide(run, decide)
@@ -205,9 +210,9 @@ class Driver:
         Returns:
             Whether the window is full.
         """
-        case, interval = self._case, self._plan.interval
+        case = self._case
         number, offset = divmod(self._step, BLOCK)
-        last = min(BLOCK, offset + interval - self._step % interval)
+        last = min(BLOCK, offset + 1 + self._plan.steps_to_decision(self._step + 1))
         block = self._weather.block(number)
         done = run_steps(
             self._costs, self._rows, case.trace.at(self._now), part(block, offset, last)
@@ -249,7 +254,7 @@ class Driver:
         column = np.arange(len(weights))
         total = float(gain[self._rows, column] @ weights)
         whole = all(map(safe, self._distinct))
-        self._too_bold = not whole and total < case.settings.gain_floor
+        self._too_bold = not whole and total < case.settings.gain_floor * (1 - 1e-9)
         return float(worth[self._rows, column] @ weights)
 
     def _new_window(self) -> Window:
@@ -304,7 +309,7 @@ class Driver:
     def _decide(self, run: Run, decide: Decide) -> None:
         case = self._case
         inputs = run.inputs(case.settings, self._now, case.seed)
-        run.decided_at = self._now
+        run.decided_at, run.probes.answered = self._now, False
         outcome = settle(decide(inputs), inputs)
         self._decisions[outcome.outcome] = self._decisions.get(outcome.outcome, 0) + 1
         seconds = outcome.chosen.step_seconds if outcome.chosen else inputs.step_seconds
@@ -350,7 +355,7 @@ class Driver:
             took = self._reporter.probe(self._step, self._asked, link)
             self._now += took
             self._probe_seconds += took
-            self._asked = ()
+            self._asked, self._probed = (), True
         if self._pending is None:
             return
         self._plan, decided = self._pending

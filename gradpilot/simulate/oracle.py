@@ -27,6 +27,9 @@ SHORTLIST = 24
 TRIED = 3
 """Fixed plans that are carried out with noise, the best ones without."""
 
+ROUNDING = 1e-9
+"""Share by which a gain may fall short of its floor: sums over buckets are rounded."""
+
 PHASES = 5
 """Points of a training at which an option must keep the gain floor."""
 
@@ -144,7 +147,8 @@ class Clairvoyant:
         return gain @ weights, worth @ weights
 
     def _allowed(self, gain: Floats) -> Bools:
-        return np.asarray((gain >= self._case.settings.gain_floor) | self._safe)
+        floor = self._case.settings.gain_floor * (1 - ROUNDING)
+        return np.asarray((gain >= floor) | self._safe)
 
     def _seconds(self, link: Link) -> Floats:
         if link not in self._links:

@@ -127,6 +127,18 @@ async def test_a_probe_is_not_asked_again_before_its_samples_came() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_an_answered_probe_is_decided_on_at_once() -> None:
+    patient = {"report_seconds": 60.0, "min_decision_seconds": 60.0}
+    async with serving(fakes.probe, **patient) as controller, agents(controller) as ranks:
+        run = await the_run(controller)
+        await windows(ranks, run, samples=())
+        assert run.decisions.outcomes == {"probe": 1}
+        await windows(ranks, run)  # with the collectives of the probe
+        assert run.decisions.outcomes == {"probe": 2}, "fakes.probe never has enough"
+        assert not run.probes.answered
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_lost_probe_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradpilot.controller.planner.patience", lambda *_: 0.3)
     async with serving(fakes.probe) as controller, agents(controller) as ranks:

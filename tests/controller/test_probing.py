@@ -22,8 +22,10 @@ def test_it_is_over_when_all_ranks_have_told_of_a_later_probe() -> None:
     watch.take(1, [sample(101)])
     watch.take(1, [sample(102)])
     assert watch.pending(0.0) == 7
+    assert not watch.answered
     watch.take(0, [sample(120, bucket=3), sample(101)])
     assert watch.pending(0.0) == 0
+    assert watch.answered
 
 
 def test_it_counts_as_lost_in_the_end() -> None:
@@ -31,6 +33,7 @@ def test_it_counts_as_lost_in_the_end() -> None:
     assert watch.pending(9.9) == 7
     assert watch.pending(10.0) == 0
     assert watch.pending(0.0) == 0
+    assert not watch.answered
 
 
 def test_it_can_be_given_up_and_asked_anew() -> None:

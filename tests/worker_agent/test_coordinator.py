@@ -89,7 +89,7 @@ def test_exchanges_begin_at_the_end_of_the_step_before_a_decision_step() -> None
     coordinator, table = _coordinator(agreement)
     for step in range(2, 101):
         coordinator.end_step(step, table, layout_changed=False)
-    assert [row.step for row in agreement.rows] == [*range(4, 41, 4), 60, 80, 100]
+    assert [row.step for row in agreement.rows] == [*range(2, 41, 2), 60, 80, 100]
     assert {row.layout for row in agreement.rows} == {table.layout.digest if table.layout else ""}
 
 

@@ -306,6 +306,18 @@ def test_probes_are_reported_whenever_they_came() -> None:
     assert all(len(r.samples) <= MAX_SAMPLES for r in job.reports)
 
 
+def test_a_probe_ends_the_window_with_its_step() -> None:
+    job = Job()
+    job.steps(5)
+    assert not job.reports
+    job.recorder.sample(WireSample(5, -1, 0, "all_reduce", 1024, 0, 0.01))
+    job.steps(1)
+    (report,) = job.reports
+    assert [s.bucket for s in report.samples].count(-1) == 1
+    job.steps(5)
+    assert len(job.reports) == 1, "the next one lasts as long as ever"
+
+
 def test_the_newest_statistics_of_a_window_are_reported() -> None:
     job = Job()
     job.steps(3)
