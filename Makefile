@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 SECONDS_FOR_TESTS ?= 1500
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,12 +17,12 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab bench-solver \
-	bench-quick bench chaos clean
+	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab \
+	bench-network-model bench-skip bench-solver bench-quick bench chaos report clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; \
-		do printf 'make %-16s %s\n' "$$name" "$$text"; done
+		do printf 'make %-19s %s\n' "$$name" "$$text"; done
 
 install: $(DEV)  ## make .venv with everything for development, pinned
 
@@ -72,14 +73,23 @@ chaos: $(DEV)  ## disturb a job 200 times at random; SEED=0; writes bench/result
 bench-netlab: $(DEV)  ## measure emulated links (as root); writes bench/results/netlab.json
 	$(BIN)/python -m bench.netlab.measure
 
+bench-skip: $(DEV)  ## what skipping saves and costs (as root, 9 minutes); writes bench/results/skip.json
+	$(BIN)/python -m bench.skip
+
+bench-network-model: $(DEV)  ## how well the cost model foretells (as root, 7 minutes); writes bench/results/network_model.json
+	$(BIN)/python -m bench.network_model
+
 bench-solver: $(DEV)  ## measure how long a decision takes; writes bench/results/solver.json
 	$(BIN)/python -m bench.solver
 
-bench-quick: $(DEV)  ## a few short trainings on emulated hosts (as root, 15 minutes)
-	$(BIN)/python -m bench.tta --quick
+bench-quick: $(DEV)  ## a small part of the benchmarks with all checks (as root, 5 minutes); into build/quick
+	$(BIN)/python -m bench.quick $(BENCH_ARGS)
 
 bench: $(DEV)  ## time to accuracy, all methods and networks (as root, hours; can be resumed)
 	$(BIN)/python -m bench.tta --matrix required --result bench/results/tta.json
+
+report: $(DEV)  ## put the figures of bench/results into the documents
+	$(BIN)/python -m bench.report
 
 clean:  ## remove environments, caches and build outputs
 	rm -rf .venv .venv-deploy .venv-protos .venv-protos-runtimes build dist *.egg-info demo-report

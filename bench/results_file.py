@@ -3,6 +3,8 @@
 A file holds ``schema, created, command, machine, versions, seeds, rows, verdicts``. Rows are what
 was measured, flat objects; a verdict is ``{name, target, measured, holds}`` for each figure that an
 issue or a document claims. A verdict that does not hold stays in the file.
+
+    python -m bench.results_file FILE ...    # checks files
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -172,3 +175,20 @@ def _flat(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, (bool, int, str))
+
+
+def main(paths: Sequence[str]) -> int:
+    """Check files and say what is wrong with them; return 1 if something is."""
+    wrong = 0
+    for path in paths:
+        try:
+            problems = check(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            problems = [str(error)]
+        print(f"{path}: {'; '.join(problems) or 'well-formed'}")
+        wrong |= bool(problems)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

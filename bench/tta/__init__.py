@@ -13,6 +13,7 @@ accuracy are of the same run.
 * ``job``: what a rank runs; ``carrier``: who carries its gradients; ``checks``: what it verifies
 * ``rows``: makes a lab, starts ranks and controller, waits; ``hosts``: their processes
 * ``oracle``: the best static option of every phase, from a sweep and the finished static rows
+* ``estimate``: how long rows will take
 * ``store``: finished rows are kept, so that a matrix can be made in pieces
 * ``reached``, ``report``, ``figures``: smoothing, time to a target, verdicts, charts
 """

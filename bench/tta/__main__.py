@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from bench import results_file
 from bench.netlab import NetlabError, missing
-from bench.tta import figures, matrix, oracle, report, rows
+from bench.tta import estimate, figures, matrix, oracle, report, rows
 from bench.tta.hosts import RowFailedError
 from bench.tta.methods import METHODS, Method
 from bench.tta.networks import NETWORKS, Network
@@ -63,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.tta",
         description="Time to accuracy of one training under several methods, on emulated hosts.",
     )
-    parser.add_argument("--list", action="store_true", help="list the rows and whether they are")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list the rows, whether they are finished, and how long they will take",
+    )
     parser.add_argument(
         "--rows",
         default="*",
@@ -98,10 +102,12 @@ def _refuse(text: str) -> int:
 
 
 def _list(wanted: Sequence[matrix.Row], store: Store, output: str) -> None:
-    listed = [
+    options = len(oracle.candidates(wanted[0].ranks))
+    estimated = estimate.total(wanted, estimate.known(store), options)
+    listed: list[dict[str, Any]] = [
         {"row": row.id, "ranks": row.ranks, "steps": row.steps,
-         "finished": store.load(row) is not None}
-        for row in wanted
+         "finished": store.load(row) is not None, "estimated_seconds": round(seconds)}
+        for row, seconds in zip(wanted, estimated, strict=True)
     ]  # fmt: skip
     if output == "json":
         print(json.dumps(listed, indent=1))
@@ -112,9 +118,16 @@ def _list(wanted: Sequence[matrix.Row], store: Store, output: str) -> None:
             if any(name in row.id.split("/") for row in wanted):
                 print(f"{name:15s} {described.what}")
         print()
+    hours = 0.0
     for one in listed:
-        print(f"{'finished' if one['finished'] else 'to do':9s} {one['row']}")
-    print(f"\n{len(listed)} rows, {sum(not one['finished'] for one in listed)} to do")
+        state = "finished" if one["finished"] else "to do"
+        hours += 0.0 if one["finished"] else one["estimated_seconds"] / 3600
+        shown = f"{one['estimated_seconds']:5d} s  in all {hours:5.2f} h"
+        print(f"{state:9s} {shown}  {one['row']}, {one['steps']} steps")
+    left = sum(not one["finished"] for one in listed)
+    print(
+        f"\n{len(listed)} rows, {left} to do, about {hours:.1f} hours (estimated, see estimate.py)"
+    )
 
 
 def _make(wanted: Sequence[matrix.Row], store: Store, again: bool) -> list[str]:

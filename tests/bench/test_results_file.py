@@ -99,3 +99,17 @@ def test_nothing_is_written_if_wrong(tmp_path: Path) -> None:
             path,
         )
     assert not path.exists()
+
+
+def test_files_can_be_checked_by_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    good, bad = tmp_path / "new" / "demo.json", tmp_path / "bad.json"
+    bad.write_text('{"schema": 1}')
+    assert results_file.main([str(good)]) == 0
+    assert results_file.main([str(good), str(bad), str(tmp_path / "none.json")]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [f"{good}: well-formed"] * 2
+    assert "field 'created' is missing" in said[2]
+    assert "No such file" in said[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.netlab import Link
-from bench.tta import checks, matrix, oracle
+from bench.tta import checks, estimate, matrix, oracle
 from bench.tta.__main__ import main
 from bench.tta.hosts import RowFailedError
 from bench.tta.matrix import Row
@@ -70,6 +71,38 @@ def test_each_seed_begins_with_another_method() -> None:
     assert len(set(firsts.values())) == 3
 
 
+def test_whatever_was_made_of_the_required_rows_is_a_result() -> None:
+    found = matrix.rows("required")
+    assert {row.method for row in found} >= {"fp32", "bf16", "powersgd", "topk", "topkc", "skip"}
+    assert {row.seed for row in found if row.network == "c2"} == {0, 1, 2}
+    assert {row.seed for row in found if row.network == "fast"} == {0, 1}
+    blocks = list(matrix.blocks(found))
+    assert {(task, network) for task, network, _ in blocks[:4]} == {
+        (task, network) for task in ("cnn", "transformer") for network in ("c1", "100mbit-5ms")
+    }
+    one_seed = [(task, network) for task, network, seed in blocks if seed == 1]
+    assert [(task, network) for task, network, _ in blocks[: len(one_seed)]] == one_seed
+
+
+def test_the_time_of_rows_is_foretold_by_such_rows_or_by_what_they_send(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (row,) = matrix.rows("all", "mlp/c2/topk/0", steps=200)
+    slow, fast = (
+        matrix.rows("all", f"mlp/{name}/fp32/0", steps=200)[0] for name in ("50mbit-20ms", "fast")
+    )
+    assert estimate.step_seconds(slow) > 10 * estimate.step_seconds(fast)
+    # 2.4 M parameters, 1.5 times to the wire, at 50 Mbit/s.
+    assert estimate.step_seconds(slow) == pytest.approx(2.4e6 * 4 * 1.5 * 8 / 50e6, rel=0.1)
+    measured = finished("topk", 0.5, network="c2", wall_seconds=60.0)
+    store.save(row, {**measured, "task": "mlp"})
+    known = estimate.known(store)
+    assert estimate.seconds(row, known) == pytest.approx(200 * 0.5 + 10.0)
+    oracles = matrix.rows("all", "mlp/c2/oracle", steps=200)
+    first, *others = estimate.total(oracles, known, options=3)
+    sweep = estimate.sweep_seconds(oracles[0], 3)
+    assert [first - sweep] * 2 == pytest.approx(others)
+
+
 def test_the_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(tmp_path)
     (row,) = matrix.rows("quick", "cnn/c1/topk")
@@ -79,6 +112,9 @@ def test_the_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     listed = json.loads(capsys.readouterr().out)
     assert len(listed) == 6
     assert [one["row"] for one in listed if one["finished"]] == ["cnn/c1/topk/1"]
+    assert listed[0]["estimated_seconds"] > 0
+    assert main([*arguments[:2], "--folder", str(tmp_path)]) == 0
+    assert re.search(r"6 rows, 5 to do, about \d\.\d hours", capsys.readouterr().out)
     assert main(["--list", "--rows", "cnn/nowhere"]) == 2
     assert "no network fits" in capsys.readouterr().err
 

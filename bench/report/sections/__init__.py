@@ -1,0 +1,1 @@
+"""The sections of docs/benchmarks.md, a module each, with a ``SECTION``."""
