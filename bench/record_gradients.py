@@ -265,9 +265,12 @@ def _forms() -> Iterator[dict[str, Any]]:
     for family in tables[FORM_RANKS[0]]:
         if not _expressible(family):
             continue
-        same = {}
-        for ranks, table in tables.items():
-            same |= {ranks: f for f in table if _key(f) == _key(family)}
+        same = {
+            ranks: other
+            for ranks, table in tables.items()
+            for other in table
+            if _key(other) == _key(family)
+        }
         for other in same.values():
             if other.collectives != family.collectives or _sizes(other) != _sizes(family):
                 raise ValueError(f"{family.compressor} depends on the number of ranks")

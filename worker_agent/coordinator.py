@@ -22,6 +22,7 @@ from gradpilot.worker_agent.plan import ActivePlan, safe_plan
 
 log = logging.getLogger("gradpilot.agent")
 
+
 class ControlPlane(Protocol):
     """What the coordinator needs of the connection to the controller; nothing in it may block."""
 

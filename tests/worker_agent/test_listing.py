@@ -114,12 +114,12 @@ def test_all_of_a_compressor_is_said(odd: dict[str, Any]) -> None:
     assert (mode["low"], mode["high"]) == (None, None)
     assert odd["ladder"] == [
         {
-            "label": "odd[bits=4,mode=plain,momentum=0.9] 50% allgather",
+            "label": "odd[4] 50% allgather",
             "ratio": 0.5,
             "settings": {"bits": 4, "momentum": 0.9, "mode": "plain"},
         },
         {
-            "label": "odd[bits=3,mode=plain,momentum=0.9] 10% allgather",
+            "label": "odd[3] 10% allgather",
             "ratio": 0.1,
             "settings": {"bits": 3, "momentum": 0.9, "mode": "plain"},
         },

@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -245,9 +246,17 @@ class Compressor(ABC):
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Return the settings beside the ratio, sorted by name."""
-        names = sorted(set(bounds_of(type(self))) - {"ratio"})
-        return tuple(Setting(name, write(getattr(self, name))) for name in names)
+        """Return the settings beside the ratio that say which it is, sorted by name.
+
+        Those are the ones that vary along the ladder, and others that are not the default.
+        """
+        kind = type(self)
+        default, varied = kind(), _varied(kind)
+        return tuple(
+            Setting(name, write(getattr(self, name)))
+            for name in sorted(set(bounds_of(kind)) - {"ratio"})
+            if name in varied or getattr(self, name) != getattr(default, name)
+        )
 
     def check(self, world_size: int, collective: str) -> None:  # noqa: B027 - mostly nothing to check
         """Check what depends on where it is used; the same answer on all ranks.
@@ -286,6 +295,14 @@ class Compressor(ABC):
                 ``at.feedback`` is False.
             at: Where this takes place.
         """
+
+
+@cache
+def _varied(kind: type[Compressor]) -> frozenset[str]:
+    """Return which settings beside the ratio differ between members of a ladder."""
+    members = kind.ladder()
+    names = set(bounds_of(kind)) - {"ratio"}
+    return frozenset(n for n in names if len({getattr(m, n) for m in members}) > 1)
 
 
 COMPRESSORS: Registry[type[Compressor]] = Registry(
