@@ -291,19 +291,31 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on http_address {address} (port {port}): {error.strerror}; is another"
-            " controller running?"
+            f"cannot listen on http_address {address} (port {port}): {error.strerror};"
+            f" {_why_not(host)}"
         ) from None
     return listener
 
 
 def _bind(server: grpc.aio.Server, address: str) -> int:
-    _, port = split_address(address)
-    why = "is another controller running?"
+    host, port = split_address(address)
+    said = ""
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as error:
-        bound, why = 0, f"{why} ({error})"
+        bound, said = 0, f" ({error})"
     if not bound:
+        why = f"{_why_not(host)}{said}"
         raise ConfigError(f"cannot listen on grpc_address {address} (port {port}): {why}")
     return bound
+
+
+def _why_not(host: str) -> str:
+    """Return the likely reason why nothing can listen there: no such address, or a port taken."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as trial:
+            trial.bind(where)
+    except OSError:
+        return "this machine has no such address (0.0.0.0 stands for all that it has without IPv6)"
+    return "is another controller running?"

@@ -18,7 +18,7 @@ _ARITHMETIC = frozenset(
 _LABS = ("test_netlab", "test_tta_row.")
 """Beginnings of the files among them that make emulated hosts."""
 
-_PATIENT = ("training/", "worker_agent/sharded/")
+_PATIENT = ("training/", "worker_agent/sharded/", "examples/")
 """Folders of tests that start processes over gloo but look at no clock, ..."""
 
 _IMPATIENT = ("test_elastic", "test_chaos")

@@ -23,7 +23,7 @@ PUBLIC = ["Handle", "attach", "HookState", "hook", "Sharding", "__version__"]
 """Adding a name is a promise, removing one breaks users: change it on purpose only."""
 
 HANDLE = {
-    *("run", "model", "controller", "metrics_url"),
+    *("run", "model", "rank", "world_size", "controller", "metrics_url"),
     *("plan", "step", "layout", "frozen", "counters"),
     *("observe", "state_dict", "rank_state", "load_state_dict", "detach", "close"),
 }

@@ -37,7 +37,14 @@ class Ended:
     folders: tuple[str, ...]
 
 
-def torchrun(folder: Path, *script: str, ranks: int, timeout: float, **env: str) -> Ended:
+def torchrun(
+    folder: Path,
+    *script: str,
+    ranks: int,
+    timeout: float,
+    network: str = "",
+    **env: str,
+) -> Ended:
     """Run ``script`` with its arguments on so many ranks of this machine.
 
     Args:
@@ -45,12 +52,14 @@ def torchrun(folder: Path, *script: str, ranks: int, timeout: float, **env: str)
         *script: ``train.py``, or ``-m`` and a module, and their arguments.
         ranks: Number of processes.
         timeout: Seconds after which all processes are killed and the test fails.
+        network: Words of the shell that set up a network of its own for the job, as root; empty
+            for the machine's.
         **env: Added to the environment.
     """
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*inside(network), sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
         [*command, "--nproc-per-node", str(ranks), *script],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), MARK: mark, **env},
@@ -69,6 +78,11 @@ def torchrun(folder: Path, *script: str, ranks: int, timeout: float, **env: str)
     _kill(mark)
     folders = tuple(sorted(path.name for path in temporary.glob("gradpilot-*")))
     return Ended(process.returncode, out, err, left, folders)
+
+
+def inside(network: str) -> tuple[str, ...]:
+    """Return what runs the command given after it in a network of its own; see ``torchrun``."""
+    return ("unshare", "--net", "sh", "-ec", f'{network} exec "$0" "$@"') if network else ()
 
 
 def _left(mark: str, seconds: float) -> tuple[str, ...]:

@@ -7,46 +7,21 @@ environment.
 
 from __future__ import annotations
 
-import logging
+import builtins
+import io
 import os
+import pkgutil
 import runpy
 import sys
-from typing import Any
+from types import ModuleType
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpilot.errors import GradpilotError
-from gradpilot.worker_agent.agent import attach
 from gradpilot.worker_agent.handle import close_all
+from gradpilot.worker_agent.managing import manage_every_model
 from gradpilot.worker_agent.teardown import settle
 
-log = logging.getLogger("gradpilot.agent")
-
 USAGE = "usage: torchrun ... -m gradpilot.worker_agent [-m] SCRIPT_OR_MODULE [ARGUMENT ...]"
-
-
-def manage_every_model() -> None:
-    """Make every DDP model made from now on attach itself before its first forward pass."""
-    original = DistributedDataParallel.__init__
-
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-
-        def before_first_forward(model: DistributedDataParallel, _: object) -> None:
-            if not (torch.is_grad_enabled() and model.training):
-                return  # attaching is collective, and one rank may evaluate alone
-            registration.remove()
-            try:
-                attach(model)
-            except GradpilotError as error:
-                log.warning("this model stays plain DDP: %s", error)
-
-        # A compiled model would have it traced, process groups and all.
-        untraced = torch.compiler.disable(before_first_forward)  # type: ignore[no-untyped-call]
-        registration = self.register_forward_pre_hook(untraced)
-
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def main(argv: list[str]) -> None:
@@ -56,17 +31,35 @@ def main(argv: list[str]) -> None:
     if not target or target[0] in ("-h", "--help"):
         sys.stderr.write(f"{USAGE}\n")
         raise SystemExit(0 if target else 2)
-    manage_every_model()
+    manage_every_model(DistributedDataParallel)
     sys.argv = target
     try:
         if as_module:
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(target[0]))  # as python does for a script
-            runpy.run_path(target[0], run_name="__main__")
+            if pkgutil.get_importer(target[0]) is None:
+                _run_script(target[0])
+            else:  # a folder or an archive with a __main__.py
+                runpy.run_path(target[0], run_name="__main__")
     finally:
         close_all()
         settle()
+
+
+def _run_script(path: str) -> None:
+    """Run a script in a module ``__main__`` that stays: its own exit handlers may look for it.
+
+    ``runpy.run_path`` puts ours back as soon as the script's last line is reached.
+    """
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    with io.open_code(os.path.abspath(path)) as file:
+        # Or the script would postpone its annotations because this module does.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,16 @@ class Handle:
         return self._pipeline.step
 
     @property
+    def rank(self) -> int:
+        """Return this rank within the model's process group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks of the model's process group."""
+        return self._pipeline.world_size
+
+    @property
     def layout(self) -> Layout | None:
         """Return the present bucket layout; None before the first step."""
         return self._table.layout

@@ -282,14 +282,14 @@ def test_unfreezing_by_wrapping_and_attaching_anew() -> None:
 
 def _compiled_first(rank: int) -> list[tuple[int, bool]]:
     """Attach what ``torch.compile`` returned, and let a model attach itself while it is traced."""
-    from gradpilot.worker_agent import __main__ as wrapper
+    from gradpilot.worker_agent.managing import manage_every_model
 
     results = []
     by_hand = jobs.Mode("").wrap()
     compiled = _compiled(by_hand, "eager")
     results.append(_counted(rank, by_hand, compiled, training.control(compiled, TOPK)))  # type: ignore[arg-type]
 
-    wrapper.manage_every_model()
+    manage_every_model(DistributedDataParallel)
     by_itself = jobs.Mode("").wrap()
     compiled = _compiled(by_itself, "eager")
     jobs.one_backward(compiled, rank, 0)
