@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.report.results import Result, table
+from bench.report.results import Result, Row, table
 from bench.report.section import Section, from_verdicts
 
 TEXT = """
@@ -20,20 +20,28 @@ Memory, while an operator pins one option after another:
 {targets}
 """
 
+THREADS = ("main", "gloo", "the agent's together", "watcher (a process)")
+"""Threads that are shown; the file has all."""
+
+REASONS = {
+    "beyond plain DDP": "most of it is what any hook in Python costs: torch's own has it, too",
+}
+
 
 def places(result: Result) -> dict[str, str]:
     """Return what belongs into the text."""
-    rows = [row for row in result.document["rows"] if "share" in row]
+    rows = result.rows(case="cpu")
     memory = result.rows(case="memory")
-    shares: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        shares.setdefault((row["case"], row["what"]), []).append(row["share"])
+    ways = list(dict.fromkeys(row["steps"] for row in rows))
     return {
         "ranks": f"{len(memory)}",
         "pace": f"{min(row['steps_per_s'] for row in rows):.0f}",
         "shares": table(
-            ("of", "what", "share of a core"),
-            [(case, what, f"{100 * max(own):.2f} %") for (case, what), own in shares.items()],
+            ("thread", *ways),
+            [
+                (thread, *(f"{100 * _worst(rows, way, thread):.2f} %" for way in ways))
+                for thread in THREADS
+            ],
         ),
         "memory": table(
             (
@@ -62,6 +70,11 @@ def places(result: Result) -> dict[str, str]:
     }
 
 
+def _worst(rows: list[Row], way: str, thread: str) -> float:
+    own = [row for row in rows if (row["steps"], row["thread"]) == (way, thread)]
+    return float(max(row["share_mean"] for row in own))
+
+
 SECTION = Section(
     position=12,
     title="What the agent costs beside its steps",
@@ -69,4 +82,5 @@ SECTION = Section(
     text=TEXT,
     places=places,
     headlines=from_verdicts("share of a core$", "^growth of the resident set"),
+    reasons=REASONS,
 )
