@@ -141,8 +141,11 @@ def scatter_broadcast(n: int) -> Affine:
 
 
 def direct_scatter_broadcast(n: int) -> Affine:
-    """Ours: all slices straight from the source at once, then an all-gather around a ring."""
-    return Affine(float(n), 2 * (n - 1) / n) if n > 1 else NOTHING
+    """Ours: all slices straight from the source at once, then an all-gather around a ring.
+
+    The source waits for nothing, so a slice is N - 1 messages from the rank that gets it last.
+    """
+    return Affine(float(n - 1), 2 * (n - 1) / n) if n > 1 else NOTHING
 
 
 def carried_by(request: str, collective: str) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gradpilot.policies.base import Inputs
 from gradpilot.policies.compute import FamilyKey
-from gradpilot.policies.cost import coefficients
+from gradpilot.policies.cost import carried_by, coefficients
 from gradpilot.policies.skipping import SKIPPING, most_skipped
 from gradpilot.protos.messages import REQUESTS, Family, Option
 
@@ -137,8 +137,9 @@ def sum_rounds(family: Family) -> Ladder:
 
 def carriers(head: Head, world_size: int, backend: str) -> tuple[Floats, Floats]:
     """Return the (a, b) coefficients of every kind of round under a head's collective."""
-    carrier = head.collective if head.collective in SKIPPING else "all_reduce"
-    used = ((carrier, head.skip), (carrier, 0), *((kind, 0) for kind in KINDS[2:]))
+    carrier = carried_by("all_reduce", head.collective)
+    others = (carried_by(kind, head.collective) for kind in KINDS[2:])
+    used = ((carrier, head.skip), (carrier, 0), *((kind, 0) for kind in others))
     pairs = np.array([coefficients(name, world_size, skip, backend) for name, skip in used])
     return pairs[:, 0], pairs[:, 1]
 

@@ -80,6 +80,7 @@ TESTED_ELSEWHERE = {
     "worker_agent/controller_link.py": "tests/worker_agent/test_agent.py",
     "worker_agent/division.py": "tests/worker_agent/test_hook.py",
     "worker_agent/handle.py": "tests/worker_agent/test_agent.py",
+    "worker_agent/managing.py": "tests/examples/test_frameworks.py",
     "worker_agent/meeting.py": "tests/worker_agent/test_agent.py",
     "worker_agent/peers.py": "tests/worker_agent/test_wire.py",
     "worker_agent/testing.py": "tests/worker_agent/compressors/test_topk.py",
@@ -94,10 +95,15 @@ TESTED_ELSEWHERE = {
 WHOLE = {
     "gradpilot/demo/": "tests/demo",
     "gradpilot/simulate/": "tests/simulate",
+    "gradpilot/auto/": "tests/examples",
+    "gradpilot/integrations/": "tests/examples",
     "bench/chaos/": "tests/bench",
     "bench/claims/": "tests/bench",
     "bench/efficiency_runs/": "tests/bench",
     "bench/netlab/": "tests/bench",
+    "bench/network_model/": "tests/bench",
+    "bench/report/": "tests/bench",
+    "bench/skip/": "tests/bench",
     "worker_agent/sharded/": "tests/worker_agent/sharded",
     "bench/tta/": "tests/bench",
 }
@@ -264,6 +270,7 @@ def test_ci_runs_what_the_documents_say() -> None:
     commands = [line for line in script.read_text().splitlines() if line and line[0] != "#"]
     assert commands[-1] == "GRADPILOT_REQUIRE_ALL=1 exec make test"
     assert "make lint" in commands
+    assert "GRADPILOT_REQUIRE_ALL=1 make bench-quick BENCH_ARGS=--small" in commands
     assert "set -euo pipefail" in commands
 
 

@@ -23,7 +23,9 @@ from gradpilot.worker_agent.collectives.base import (
     Collective,
     ReduceScatter,
 )
-from gradpilot.worker_agent.collectives.reduction import MAX
+from gradpilot.worker_agent.collectives.reduction import MAX, SUM
+from gradpilot.worker_agent.collectives.scatter import NAME as SCATTER_BROADCAST
+from gradpilot.worker_agent.collectives.scatter import scatter_broadcast
 from gradpilot.worker_agent.collectives.skipping import (
     backend_carries,
     schedule_for,
@@ -145,6 +147,8 @@ class Wire:
             skip = skipped_steps(option, self.world_size, request)
             reply = self._exchange(request, option, at, self.group)
         else:
+            if isinstance(request, Broadcast) and option.collective not in UNSKIPPABLE:
+                kind = SCATTER_BROADCAST
             reply = self._exchange(request, option, at, self.group)
         self._settle(kind, size, skip, at)
         self._synchronize()
@@ -177,7 +181,11 @@ class Wire:
             dist.all_reduce(payload, operation, group=group)
             return payload
         if isinstance(request, Broadcast):
-            dist.broadcast(payload, group=group, group_src=request.source)
+            if option.collective in UNSKIPPABLE:
+                dist.broadcast(payload, group=group, group_src=request.source)
+            else:  # who carries all-reduces by messages of our own carries broadcasts so, too
+                steps = scatter_broadcast(at.rank, at.world_size, request.source)
+                run_steps(group, payload, steps, SUM, self._preposts)
             return payload
         reply = _room_for_reply(request, dist.get_world_size(group))
         if isinstance(request, AllGather):

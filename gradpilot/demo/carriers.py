@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradpilot.demo.schedule import Phase
-from gradpilot.policies.cost import coefficients
+from gradpilot.policies.cost import carried_by, coefficients
 from gradpilot.protos.messages import Candidate, Decision, Option
 from gradpilot.worker_agent.compressors.base import create
 
@@ -39,8 +39,7 @@ def wire_seconds(
     compressor = create(option)
     for n in elements:
         for request in compressor.wire(n):
-            rings = request.collective == "all_reduce" and option.collective == "ring"
-            kind = "ring" if rings else request.collective
+            kind = carried_by(request.collective, option.collective)
             skip = option.skip if request.skippable else 0
             alphas, payloads = coefficients(kind, world_size, skip, backend)
             total += alphas * phase.latency_seconds + payloads * request.bytes * phase.beta

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradpilot.errors import ConfigError
 from gradpilot.policies.base import PolicySettings
 from gradpilot.policies.compute import ComputeModel, bracket
-from gradpilot.policies.cost import at_once, coefficients
+from gradpilot.policies.cost import at_once, carried_by, coefficients
 from gradpilot.policies.gain import SMALLEST, efficiency, skip_efficiency, skip_gain
 from gradpilot.policies.options import (
     Head,
@@ -167,12 +167,9 @@ class World:
             shape = family.ladder[0].buckets[b].rounds
             for number, wire_round in enumerate(shape):
                 size = self._round_bytes(family, option.ratio, b, number)
-                own = option.collective not in ("native", "allgather", "alltoall")
-                name = wire_round.collective
-                skip = 0
-                if name == "all_reduce" and own:
-                    name = option.collective
-                    skip = option.skip if wire_round.skippable else 0
+                name = carried_by(wire_round.collective, option.collective)
+                skips = wire_round.collective == "all_reduce" and wire_round.skippable
+                skip = option.skip if skips else 0
                 alphas, payloads = coefficients(name, self.ranks, skip, self.backend)
                 found.append(Round(b, name, size, skip, alphas, payloads * size))
         return found

@@ -18,8 +18,8 @@ def test_wire_seconds_by_hand() -> None:
     assert wire_seconds(TOPK, (1000,), phase, 4) == pytest.approx(6e-3 + 3 * 80e-6)
     ring = Option("none", 1.0, "ring", skip=2)
     assert wire_seconds(ring, (2000,), phase, 4) == pytest.approx(5e-3 + 8000e-6)
-    # Broadcast of 40 bytes by a tree of two levels, then our ring.
-    expected = 4e-3 + 3 * 40e-6 + 7e-3 + 1.5 * 40e-6
+    # Our broadcast of 40 bytes, then our ring.
+    expected = 4e-3 + 1.5 * 40e-6 + 7e-3 + 1.5 * 40e-6
     assert wire_seconds(STAR_RING, (1000,), phase, 4) == pytest.approx(expected)
 
 

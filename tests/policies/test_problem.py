@@ -84,6 +84,8 @@ def brute_force(inputs: Inputs, option: Option, link: LinkEstimate) -> dict[str,
             carrier, skip = first.collective, 0
             if carrier == "all_reduce" and option.collective in OWN:
                 carrier, skip = option.collective, option.skip if first.skippable else 0
+            elif carrier == "broadcast" and option.collective in OWN:
+                carrier = "scatter_broadcast"
             alphas, payloads = coefficients(carrier, n, skip, inputs.backend)
             latency += alphas * link.alpha_seconds
             transfer += payloads * size * link.beta_seconds_per_byte
