@@ -66,6 +66,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "REQUESTS",
     "START_INTERVAL",
+    "START_PROBE",
     "UNSKIPPABLE",
     "Ability",
     "Ack",
@@ -139,6 +140,11 @@ class ProbeRequest:
     id: int
     small_bytes: int
     large_bytes: int
+
+
+START_PROBE = ProbeRequest(1, 4 << 10, 1 << 18)
+"""What ranks under a controller ask of themselves when they start: their first collectives seldom
+tell latency from bandwidth, and on a slow link another report and decision step are dear."""
 
 
 @dataclass(frozen=True, slots=True)

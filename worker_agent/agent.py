@@ -13,6 +13,7 @@ from gradpilot.errors import ConfigError, ProtocolError
 from gradpilot.protos.messages import (
     DENSE,
     START_INTERVAL,
+    START_PROBE,
     Layout,
     Option,
     Plan,
@@ -217,6 +218,8 @@ def attach(
             recorder.report_seconds = welcome.report_seconds
             link.ttl_seconds = welcome.plan_ttl_seconds
 
+        if world_size > 1:
+            coordinator.request_probe(START_PROBE)
         link.client.start(
             on_plan=on_plan, on_probe=coordinator.request_probe, on_welcome=on_welcome
         )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import gradpilot
 from gradpilot.errors import ConfigError
-from gradpilot.protos.messages import Ack, Layout, Plan, ProbeRequest
+from gradpilot.protos.messages import START_PROBE, Ack, Layout, Plan, ProbeRequest
 from gradpilot.protos.validate import validate_plan
 from gradpilot.worker_agent.agreement import Agreement, Row, Verdict
 from gradpilot.worker_agent.buckets import BucketTable
@@ -155,10 +155,13 @@ class Coordinator:
             log.warning("no controller for too long: falling back to the safe plan at %d", step)
             self._switch(safe_plan(self.active.plan), step)
         if verdict.probe is not None:
-            self._last_probe = verdict.probe.id
             with self._lock:
-                if self._probe is not None and self._probe.id <= self._last_probe:
-                    self._probe = None
+                if verdict.probe == START_PROBE:  # its number is nobody's
+                    self._probe = None if self._probe == START_PROBE else self._probe
+                else:
+                    self._last_probe = verdict.probe.id
+                    if self._probe is not None and self._probe.id <= self._last_probe:
+                        self._probe = None
         return verdict.probe
 
     def end_step(self, next_step: int, table: BucketTable, layout_changed: bool) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradpilot.protos.messages import COLLECTIVES, Report, WireSample
+from gradpilot.protos.messages import COLLECTIVES, START_PROBE, Report, WireSample
 from gradpilot.worker_agent.buckets import BucketTable, Slot
 from gradpilot.worker_agent.collectives.base import AllReduce
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, leave_residual_
@@ -351,6 +351,8 @@ class Pipeline:
             assert self._thread is not None
             for sample in measure(probe, self.step, self._wire, self._thread, self._device):
                 self._recorder.sample(sample)
+            if probe != START_PROBE:
+                self._recorder.hurry()
         factor = self.loss_scale.look()
         if factor != 1.0:
             self.residuals.rescale(factor)

@@ -135,6 +135,7 @@ class WindowRecorder:
         # The present window, and what outlives it.
         self._window = _Window()
         self._probes: deque[WireSample] = deque(maxlen=MAX_SAMPLES // 2)
+        self._hurried = False
         self._exclude = _WARM_UP_STEPS
         self._fresh_from: int | None = None
         self._gaps: deque[float] = deque(maxlen=_ROWS)
@@ -200,6 +201,10 @@ class WindowRecorder:
         elif self.sampling:
             self._row_samples.append(sample)
 
+    def hurry(self) -> None:
+        """End the window with the present step: the controller waits for what a probe found."""
+        self._hurried = True
+
     def bucket_statistics(self, index: int, statistics: BucketStatistics) -> None:
         """Statistics of bucket ``index`` were taken; the newest of a window are reported.
 
@@ -214,7 +219,7 @@ class WindowRecorder:
         """The step's last bucket was ready at ``t_last_ready``; all had their mean at ``t_done``.
 
         Returns:
-            The report of the window that ends here, or None if it goes on. A probe ends it early.
+            The report of the window that ends here, or None if it goes on.
         """
         self._done = t_done
         self._exposed = max(t_done - t_last_ready, 0.0)
@@ -222,8 +227,7 @@ class WindowRecorder:
         start = self._window.start
         if start is None:
             return None
-        # The controller waits for what a probe found.
-        if t_done - start < self.report_seconds and not self._probes:
+        if t_done - start < self.report_seconds and not self._hurried:
             return None
         return self._close(t_done)
 
@@ -314,6 +318,7 @@ class WindowRecorder:
         )
         self._sequence += 1
         self._probes.clear()
+        self._hurried = False
         self._window = _Window(start=now)
         return report
 

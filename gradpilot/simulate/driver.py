@@ -23,6 +23,7 @@ from gradpilot.policies.guards import settle
 from gradpilot.protos.messages import (
     DENSE,
     START_INTERVAL,
+    START_PROBE,
     Assignment,
     Catalog,
     Decision,
@@ -38,6 +39,8 @@ from gradpilot.simulate.world import World, safe
 
 Floats = NDArray[np.float64]
 Decide = Callable[[Inputs], Outcome]
+
+_START_PROBE = (START_PROBE.small_bytes, START_PROBE.large_bytes)
 
 MOST_STEPS = 100
 """A job that needs this many times its dense steps is given up: its plan makes no progress."""
@@ -184,14 +187,16 @@ class Driver:
         """
         decide = POLICIES.get(policy)().decide if isinstance(policy, str) else policy
         run = self._attach()
+        self._asked = _START_PROBE
         timing = self._case.timing
         while self._progress < self._case.steps:
             report_seconds, decision_seconds = timing.at(self._now)
-            # The step that begins with a probe ends the window.
+            # The step that begins with a probe that was asked for ends the window.
             full = self._advance(0.0 if self._probed else report_seconds)
             self._probed = False
             boundary = self._plan.steps_to_decision(self._step) == 0
-            if full or (boundary and (self._pending or self._asked)):
+            waited_for = self._pending or run.probes.pending(self._now)
+            if full or (boundary and waited_for):
                 self._report(run)
                 waited = self._now - run.decided_at >= decision_seconds
                 due = waited or run.probes.answered
@@ -355,7 +360,7 @@ class Driver:
             took = self._reporter.probe(self._step, self._asked, link)
             self._now += took
             self._probe_seconds += took
-            self._asked, self._probed = (), True
+            self._asked, self._probed = (), self._asked != _START_PROBE
         if self._pending is None:
             return
         self._plan, decided = self._pending

@@ -1,6 +1,11 @@
 """Scales that serve blocks of consecutive elements: largest magnitudes, and factors applied.
 
-Letters: n elements of the vector, B elements of a block; the last block may be short.
+Work goes in pieces of whole blocks whose scratch stays in the cache, and codes are converted by a
+copy before anything is computed with them: an operator that mixes dtypes makes a temporary.
+Measured on one thread, n = 1e7 fp32, heap kept: codes times factors 6.5 -> 3 ms, the mean of four
+ranks' codes 17 -> 10 ms.
+
+Letters: N world size, n elements of the vector, B elements of a block; the last block may be short.
 """
 
 from __future__ import annotations
@@ -10,12 +15,41 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradpilot.worker_agent.compressors.sent import cut_length, cuts
+# 2 MB of fp32. Larger than other scratch, as each piece of codes or of a gradient is also read from
+# memory, and the first lines of it come late: pieces of 512 KB take a quarter longer.
+_PIECE = 1 << 19
 
 
 def block_count(n: int, block: int) -> int:
     """Return how many blocks n elements make, the short last one included."""
     return -(-n // block)
+
+
+def pieces(n: int, block: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive pieces to work on at a time: their elements and their blocks.
+
+    A piece is either made of whole blocks or the short last block alone, so that its elements can
+    be viewed with a row for each of its blocks. All whole blocks make one piece on devices that run
+    kernels asynchronously.
+    """
+    full = n // block
+    step = max(1, _PIECE // block) if device.type == "cpu" else max(1, full)
+    for first in range(0, full, step):
+        last = min(first + step, full)
+        yield slice(first * block, last * block), slice(first, last)
+    if full * block < n:
+        yield slice(full * block, n), slice(full, full + 1)
+
+
+def piece_length(n: int, block: int, device: torch.device) -> int:
+    """Return the length of the longest of ``pieces``."""
+    return min(n, max(_PIECE, block)) if device.type == "cpu" else n
+
+
+def row_peaks(rows: Tensor) -> Tensor:
+    """Return the largest magnitude of every row, as a column; NaN where a row holds one."""
+    # Two reductions read memory twice, but a copy of magnitudes would have to be written.
+    return torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
 
 
 def peaks(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
@@ -26,21 +60,58 @@ def peaks(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:
         block: Elements B of a block.
         dtype: Of the result.
     """
-    full = x.numel() // block
-    found = []
-    for rows in (x[: full * block].view(full, block), x[full * block :].view(1, -1)):
-        if rows.numel():
-            # Two reductions read memory twice, but a copy of magnitudes would have to be written.
-            found.append(torch.maximum(rows.amax(1), rows.amin(1).neg_()).to(dtype))
-    return found[0] if len(found) == 1 else torch.cat(found)
+    found = x.new_empty(block_count(x.numel(), block), dtype=dtype)
+    for where, blocks in pieces(x.numel(), block, x.device):
+        found[blocks, None] = row_peaks(x[where].view(blocks.stop - blocks.start, -1))
+    return found
 
 
 def scaled(codes: Tensor, factors: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield codes times the factors of their blocks, piece by piece; see ``times_blocks``."""
-    scratch = factors.new_empty(cut_length(codes.numel(), codes.device))
-    for cut in cuts(codes.numel(), codes.device):
-        room = scratch[: cut.stop - cut.start]
-        yield cut, times_blocks(codes[cut], factors, block, cut.start, room)
+    """Yield codes times the factors of their blocks, piece by piece; a piece is valid until the next.
+
+    Args:
+        codes: 1-D, of an integer dtype.
+        factors: One a block; what is yielded has their dtype.
+        block: Elements B of a block.
+    """
+    n, device = codes.numel(), codes.device
+    scratch = factors.new_empty(piece_length(n, block, device))
+    for where, blocks in pieces(n, block, device):
+        room = scratch[: where.stop - where.start].copy_(codes[where])
+        room.view(blocks.stop - blocks.start, -1).mul_(factors[blocks, None])
+        yield where, room
+
+
+def sum_scaled(codes: Tensor, factors: Tensor, block: int, out: Tensor) -> Tensor:
+    """Write the sum over ranks of codes times the factors of their blocks.
+
+    Added up in the dtype of the factors. A product and its addition may be one fused operation of
+    the processor, rounded once: every rank gets the same bits if all run the same build of torch on
+    processors that have it.
+
+    Args:
+        codes: ``(N, n)`` or more columns, of an integer dtype.
+        factors: ``(N, blocks)`` or more columns.
+        block: Elements B of a block.
+        out: n elements, any float dtype; returned.
+    """
+    n, device = out.numel(), out.device
+    scratch = factors.new_empty(piece_length(n, block, device))
+    # Straight into the result where that adds up at the same precision.
+    sums = None if out.dtype == factors.dtype else torch.empty_like(scratch)
+    for where, blocks in pieces(n, block, device):
+        total = out[where] if sums is None else sums[: where.stop - where.start]
+        rows = total.view(blocks.stop - blocks.start, -1)
+        room = scratch[: where.stop - where.start]
+        own, columns = codes[:, where], factors[:, blocks, None]
+        total.copy_(own[0])
+        rows.mul_(columns[0])
+        for more, column in zip(own[1:], columns[1:], strict=True):
+            room.copy_(more)
+            rows.addcmul_(room.view_as(rows), column)
+        if sums is not None:
+            out[where].copy_(total)
+    return out
 
 
 def times_blocks(x: Tensor, factors: Tensor, block: int, start: int, out: Tensor) -> Tensor:

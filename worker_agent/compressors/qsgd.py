@@ -23,7 +23,13 @@ from gradpilot.worker_agent.compressors._bits import (
     parts,
     put_codes_,
 )
-from gradpilot.worker_agent.compressors._blockwise import block_count, peaks, scaled, times_blocks
+from gradpilot.worker_agent.compressors._blockwise import (
+    block_count,
+    peaks,
+    scaled,
+    sum_scaled,
+    times_blocks,
+)
 from gradpilot.worker_agent.compressors._dither import Dither
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import (
@@ -150,7 +156,8 @@ class Qsgd(Compressor):
         # Codes of some ranks only would be divided by N, which integers cannot be.
         total = yield AllReduce(codes, skippable=False)
 
-        mean = times_blocks(total, units / at.world_size, self.span, 0, at.room(grad))
+        shares = units / at.world_size
+        mean = sum_scaled(total[None], shares[None], self.span, at.room(grad))
         sent = None if kept is None else Pieces(partial(scaled, kept, units, self.span))
         return Estimate(mean, sent)
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import DENSE, Option, check_option
 from gradpilot.worker_agent.collectives.base import AllToAll, ReduceScatter
-from gradpilot.worker_agent.compressors._bits import decoded, mean_of
-from gradpilot.worker_agent.compressors._blockwise import peaks
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, create
 from gradpilot.worker_agent.compressors.int8 import Int8
@@ -131,21 +129,20 @@ class _ShardInt8(Int8):
         shards = grad.view(at.world_size, -1)
         width = shards.shape[1]
         layout = self._layout(width, precise_dtype(grad))
-        messages = torch.zeros(at.world_size, layout.bytes, dtype=torch.uint8, device=grad.device)
+        messages = torch.empty(at.world_size, layout.bytes, dtype=torch.uint8, device=grad.device)
         noise = self._noise(grad, at)
         for number, (message, part) in enumerate(zip(messages, shards, strict=True)):
-            own = peaks(part, self.block, layout.dtype)
-            self._write(message, layout, part, own, noise, number * width)
+            self._write(message, layout, part, noise, number * width)
 
         received = yield AllToAll(messages.view(-1))
 
-        shard = mean_of(layout, received, self._decode, _room(grad, at), at.world_size)
+        shard = self._mean(layout, received, _room(grad, at))
         if not at.feedback:
             return Estimate(shard, None)
 
         def pieces() -> Iterator[tuple[slice, Tensor]]:
             for number, message in enumerate(messages):
-                for where, values in decoded(layout, message, self._decode):
+                for where, values in self._sent(layout, message):
                     start = number * width
                     yield slice(start + where.start, start + where.stop), values
 
