@@ -49,6 +49,9 @@ SPAN = 64.0
 """Sizes that span this factor are as good as a probe can give."""
 
 
+FAR = 0.5
+"""Logarithm of measured over predicted from which on an operation is not explained at all."""
+
 ROUNDS = 8
 """Most fits until it is settled of which operations the latency was hidden."""
 
@@ -111,13 +114,16 @@ def fit_link(
         data = data.cut(_change(data, previous))
     recency = 0.5 ** ((data.age - data.age.min()) / max(half_life_seconds, 1e-3))
     estimate = _settled(data, recency, previous)
-    if estimate.separable or previous is None or not previous.separable:
+    if estimate.separable or previous is None:
         return estimate
+    if not previous.separable:
+        seen = data.seen(estimate.alpha_seconds)
+        return _completed(seen, recency, estimate, previous)
     # The data tell one direction only; a known split that agrees with them is kept.
     seen = data.seen(previous.alpha_seconds)
     level = _median(seen.t / _predict(seen, previous), recency)
     if abs(np.log(level)) > 1.5 * NOISE:
-        return estimate
+        return _completed(seen, recency, estimate, previous)
     return replace(
         previous,
         alpha_seconds=previous.alpha_seconds * level,
@@ -193,6 +199,30 @@ def _change(data: _Data, previous: LinkEstimate) -> int:
     data = data.seen(previous.alpha_seconds)
     uncertain = (data.a * previous.alpha_error) ** 2 + (data.y * previous.beta_error) ** 2
     return first_of_present(data.t, _predict(data, previous), uncertain, data.kind)
+
+
+def _completed(
+    seen: _Data, recency: Floats, estimate: LinkEstimate, previous: LinkEstimate
+) -> LinkEstimate:
+    """Return what data say that cannot separate the two, with what was known of the other before.
+
+    Under payloads that are all small any bandwidth explains the data, none at all as well, and
+    every byte would be free. So the number of which less is known stays, and the other follows.
+    (Derived here.)
+    """
+    alpha, beta = previous.alpha_seconds, previous.beta_seconds_per_byte
+    if alpha <= 0 or beta <= 0:
+        return estimate
+    if estimate.beta_error * alpha >= estimate.alpha_error * beta or not estimate.beta_error < 1:
+        alpha = _median((seen.t - seen.y * beta) / np.maximum(seen.a, 1e-9), recency)
+        if alpha <= 0:  # then all of it is bandwidth, and there is more than before
+            return estimate
+    else:
+        pushed = np.maximum(seen.y, 1.0)
+        beta = _median((seen.t - seen.a * alpha) / pushed, recency)
+        if beta <= 0:
+            return estimate
+    return replace(estimate, alpha_seconds=alpha, beta_seconds_per_byte=beta)
 
 
 def _median(values: Floats, weights: Floats) -> float:
@@ -291,7 +321,13 @@ def _start(data: _Data, recency: Floats) -> Floats:
     medians = np.take_along_axis(
         misfit, np.take_along_axis(ranks, middle[:, None], axis=1), axis=1
     )[:, 0]
-    winner = int(medians.argmin())
+    # Where most operations tell of latency alone, any bandwidth explains the median one as well,
+    # and the few large ones look like outliers. So of pairs that are about as good there the one
+    # counts that explains most kinds of operations, however many there are of each.
+    good = np.flatnonzero(medians <= 1.5 * medians.min() + NOISE / 2)
+    share = recency / np.bincount(data.kind, recency)[data.kind]
+    loss = np.minimum(misfit[good] / FAR, 1.0) ** 2 @ share
+    winner = int(good[int(loss.argmin())])
     return np.array([alpha[winner], beta[winner]])
 
 

@@ -132,6 +132,45 @@ def test_a_known_split_is_kept_while_it_agrees() -> None:
     assert not link.separable
 
 
+SMALL = (768, 2896, 11296, 39048)
+"""Payloads of PowerSGD in a small model, by a ring of four."""
+
+
+def small_rings(alpha: float, beta: float = 0.0, repeats: int = 15) -> list[Operation]:
+    return [
+        Operation(step, "ring", size, 0, 7 * alpha + 1.5 * size * beta, 0.0, float(repeats - step))
+        for step in range(repeats)
+        for size in SMALL
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.75, 1.0, 4.0])
+def test_small_payloads_leave_the_bandwidth_as_it_was(factor: float) -> None:
+    """Else every byte would be free, and a dense plan the best on any link."""
+    known = LinkEstimate(2.4e-3, 8e-8, 1e-5, 1e-9, 60, 0.0, True)
+    found = fit_link(small_rings(factor * 2.4e-3), 4, "gloo", known)
+    assert found is not None
+    assert found.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.3)
+    assert found.alpha_seconds == pytest.approx(factor * 2.4e-3, rel=0.15)
+    if factor != 1.0:
+        assert not found.separable
+    again = fit_link(small_rings(factor * 2.4e-3), 4, "gloo", found)
+    assert again is not None
+    assert again.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.3), "it does not wear off"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_three_large_payloads_among_many_small_ones_are_no_outliers(known: bool) -> None:
+    """As after a probe. Small ones may pass a shaper at once, so they seem to cost no bandwidth."""
+    large = [Operation(20, "all_reduce", 1 << 20, 0, 12 * 2.4e-3 + 1.5 * 2**20 * 8e-8, 0.0, 0.0)]
+    before = LinkEstimate(2.5e-3, 6e-10, 1e-5, 1e-8, 60, 0.0, False) if known else None
+    found = fit_link([*small_rings(2.4e-3, repeats=20), *3 * large], 4, "gloo", before)
+    assert found is not None
+    assert found.separable
+    assert found.alpha_seconds == pytest.approx(2.4e-3, rel=0.1)
+    assert found.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.25)
+
+
 def test_impossible_operations_are_ignored() -> None:
     rng = np.random.default_rng(0)
     good = noisy(rng, 1e-3, 8e-8, 40)
