@@ -17,7 +17,7 @@ FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint protos protos-check dashboards bench-overhead \
-	bench-compressors bench-claims bench-decisions bench-efficiency bench-netlab \
+	bench-compressors bench-claims bench-decisions bench-efficiency bench-modes bench-netlab \
 	bench-network-model bench-skip bench-solver bench-quick bench chaos report clean
 
 help:  ## show this list
@@ -69,6 +69,9 @@ bench-efficiency: $(DEV)  ## train to see what compression costs in steps; write
 
 chaos: $(DEV)  ## disturb a job 200 times at random; SEED=0; writes bench/results/chaos.json
 	$(BIN)/python -m bench.chaos --seed $(or $(SEED),0)
+
+bench-modes: $(DEV)  ## what managing costs in every mode of DDP (as root, 6 minutes); writes bench/results/modes.json
+	$(BIN)/python -m bench.modes
 
 bench-netlab: $(DEV)  ## measure emulated links (as root); writes bench/results/netlab.json
 	$(BIN)/python -m bench.netlab.measure

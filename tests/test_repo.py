@@ -100,6 +100,7 @@ WHOLE = {
     "bench/chaos/": "tests/bench",
     "bench/claims/": "tests/bench",
     "bench/efficiency_runs/": "tests/bench",
+    "bench/modes/": "tests/bench",
     "bench/netlab/": "tests/bench",
     "bench/network_model/": "tests/bench",
     "bench/report/": "tests/bench",
