@@ -213,7 +213,9 @@ def _completed(
     alpha, beta = previous.alpha_seconds, previous.beta_seconds_per_byte
     if alpha <= 0 or beta <= 0:
         return estimate
-    if estimate.beta_error * alpha >= estimate.alpha_error * beta or not estimate.beta_error < 1:
+    # By relative errors, cross-multiplied: either estimate may be zero.
+    vague = estimate.beta_error * estimate.alpha_seconds
+    if not vague <= estimate.alpha_error * estimate.beta_seconds_per_byte:
         alpha = _median((seen.t - seen.y * beta) / np.maximum(seen.a, 1e-9), recency)
         if alpha <= 0:  # then all of it is bandwidth, and there is more than before
             return estimate
@@ -258,6 +260,8 @@ def _settled(data: _Data, recency: Floats, previous: LinkEstimate | None) -> Lin
 
 
 def _fit(data: _Data, recency: Floats) -> LinkEstimate:
+    # Many operations of few small sizes must not outvote the three of a probe that tell the rest.
+    recency = recency / np.sqrt(np.bincount(data.kind, recency)[data.kind])
     theta = _start(data, recency)
     weights = recency
     scale = 0.0
@@ -324,7 +328,7 @@ def _start(data: _Data, recency: Floats) -> Floats:
     # Where most operations tell of latency alone, any bandwidth explains the median one as well,
     # and the few large ones look like outliers. So of pairs that are about as good there the one
     # counts that explains most kinds of operations, however many there are of each.
-    good = np.flatnonzero(medians <= 1.5 * medians.min() + NOISE / 2)
+    good = np.flatnonzero(medians <= 1.5 * medians.min() + 2 * NOISE)
     share = recency / np.bincount(data.kind, recency)[data.kind]
     loss = np.minimum(misfit[good] / FAR, 1.0) ** 2 @ share
     winner = int(good[int(loss.argmin())])
