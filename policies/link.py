@@ -261,7 +261,7 @@ def _settled(data: _Data, recency: Floats, previous: LinkEstimate | None) -> Lin
 
 def _fit(data: _Data, recency: Floats) -> LinkEstimate:
     # Many operations of few small sizes must not outvote the three of a probe that tell the rest.
-    recency = recency / np.sqrt(np.bincount(data.kind, recency)[data.kind])
+    recency = recency / np.sqrt(_of_kind(data, recency))
     theta = _start(data, recency)
     weights = recency
     scale = 0.0
@@ -300,6 +300,11 @@ def _fit(data: _Data, recency: Floats) -> LinkEstimate:
     )
 
 
+def _of_kind(data: _Data, weights: Floats) -> Floats:
+    """Return the weight of all operations of the same kind."""
+    return np.maximum(np.bincount(data.kind, weights)[data.kind], 1e-300)
+
+
 def _start(data: _Data, recency: Floats) -> Floats:
     """Return the pair of operations that explains most others best (least median)."""
     order = np.argsort(data.y / data.a, kind="stable")
@@ -328,10 +333,10 @@ def _start(data: _Data, recency: Floats) -> Floats:
     # Where most operations tell of latency alone, any bandwidth explains the median one as well,
     # and the few large ones look like outliers. So of pairs that are about as good there the one
     # counts that explains most kinds of operations, however many there are of each.
-    good = np.flatnonzero(medians <= 1.5 * medians.min() + 2 * NOISE)
-    share = recency / np.bincount(data.kind, recency)[data.kind]
-    loss = np.minimum(misfit[good] / FAR, 1.0) ** 2 @ share
-    winner = int(good[int(loss.argmin())])
+    able = np.flatnonzero(medians <= 1.5 * medians.min() + 2 * NOISE)
+    share = recency / _of_kind(data, recency)
+    loss = np.minimum(misfit[able] / FAR, 1.0) ** 2 @ share
+    winner = int(able[int(loss.argmin())])
     return np.array([alpha[winner], beta[winner]])
 
 

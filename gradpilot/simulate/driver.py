@@ -360,7 +360,8 @@ class Driver:
             took = self._reporter.probe(self._step, self._asked, link)
             self._now += took
             self._probe_seconds += took
-            self._asked, self._probed = (), self._asked != _START_PROBE
+            self._probed = self._asked != _START_PROBE
+            self._asked = ()
         if self._pending is None:
             return
         self._plan, decided = self._pending

@@ -107,9 +107,14 @@ def _candidates(bits: Tensor, k: int) -> Tensor | None:
     for start in range(0, n, _CHUNK_ELEMENTS):
         chunk = bits[start : start + _CHUNK_ELEMENTS]
         magnitudes = torch.bitwise_and(chunk, every_bit_but_the_sign, out=scratch[: chunk.numel()])
-        found.append((magnitudes >= threshold).nonzero().view(-1).add_(start))
-        count += found[-1].numel()
+        # Zeros instead of flags: a comparison of integers is not vectorised (22 -> 18 ms for 1 % of
+        # 1e7 elements).
+        indices = torch.threshold_(magnitudes, threshold - 1, 0).nonzero().view(-1)
+        found.append(indices.add_(start) if start else indices)
+        count += indices.numel()
         if count > 2 * k + 4096:
             # The sample misled, or very many tie with the threshold: filtering saves nothing.
             return None
-    return torch.cat(found) if count >= k else None
+    if count < k:
+        return None
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -48,8 +48,9 @@ def sixteen_bit_rounds(grad: Tensor, at: At, wire: torch.dtype) -> Rounds:
     payload = torch.empty_like(grad, dtype=wire)
     scratch = _scratch(grad)
     for cut in cuts(grad.numel(), grad.device):
-        part = scratch[: cut.stop - cut.start].copy_(grad[cut])
-        payload[cut] = part.div_(at.world_size).clamp_(-limit, limit)
+        part = scratch[: cut.stop - cut.start]
+        torch.div(grad[cut].to(part.dtype), at.world_size, out=part)
+        payload[cut] = part.clamp_(-limit, limit)
     # Before the request, which consumes its payload.
     own = payload.clone() if at.feedback else None
     request = AllReduce(payload)

@@ -22,10 +22,10 @@ from gradpilot.worker_agent.compressors._bits import Layout
 from gradpilot.worker_agent.compressors._blockwise import (
     block_count,
     peaks,
-    piece_length,
     pieces,
     row_peaks,
     scaled,
+    scratch_for,
     sum_scaled,
 )
 from gradpilot.worker_agent.compressors._dither import Dither
@@ -147,24 +147,26 @@ class Int8(Compressor):
         shared = yield AllReduce(own, skippable=False, reduction=MAX)
 
         codes = torch.empty_like(grad, dtype=torch.int8)
-        self._encode(grad, shared, levels, codes, self._noise(grad, at), agreed=True)
+        scratch = scratch_for(grad.numel(), self.block, shared)
+        self._encode(grad, shared, levels, codes, scratch, self._noise(grad, at), agreed=True)
         kept = codes.clone() if at.feedback else None
         total = yield AllReduce(codes, skippable=False)
 
         scales = shared / levels
         shares = scales / at.world_size
-        mean = sum_scaled(total[None], shares[None], self.block, at.room(grad))
+        mean = sum_scaled(total[None], shares[None], self.block, at.room(grad), scratch)
         sent = None if kept is None else Pieces(partial(scaled, kept, scales, self.block))
         return Estimate(mean, sent)
 
     def _gathered(self, grad: Tensor, at: At) -> Rounds:
         layout = self._layout(grad.numel(), precise_dtype(grad))
         message = torch.empty(layout.bytes, dtype=torch.uint8, device=grad.device)
-        self._write(message, layout, grad, self._noise(grad, at))
+        scratch = scratch_for(grad.numel(), self.block, layout.scalars_of(message))
+        self._write(message, layout, grad, scratch, self._noise(grad, at))
 
         received = yield AllGather(message)
 
-        mean = self._mean(layout, received, at.room(grad))
+        mean = self._mean(layout, received, at.room(grad), scratch)
         sent = Pieces(partial(self._sent, layout, message)) if at.feedback else None
         return Estimate(mean, sent)
 
@@ -176,22 +178,23 @@ class Int8(Compressor):
 
         # Part j to rank j. What pads a part has code and scale zero.
         messages = torch.empty(ranks, layout.bytes, dtype=torch.uint8, device=grad.device)
+        scratch = scratch_for(ranks * share, self.block, layout.scalars_of(messages))
         noise = self._noise(grad, at)
         for cut, message in zip(spans, messages, strict=True):
-            self._write(message, layout, grad[cut], noise, cut.start)
+            self._write(message, layout, grad[cut], scratch, noise, cut.start)
         received = yield AllToAll(messages.view(-1))
 
         # The mean of the own part, to all.
         part = torch.empty(share, dtype=layout.dtype, device=grad.device)
-        self._mean(layout, received, part)
+        self._mean(layout, received, part, scratch)
         message = torch.empty(layout.bytes, dtype=torch.uint8, device=grad.device)
-        self._write(message, layout, part, self._noise(part, at, "second stage"))
+        self._write(message, layout, part, scratch, self._noise(part, at, "second stage"))
         received = yield AllGather(message)
 
         mean = at.room(grad)
         for one, cut in zip(received, spans, strict=True):
             codes, scales = self._content(layout, one)
-            sum_scaled(codes[None], scales[None], self.block, mean[cut])
+            sum_scaled(codes[None], scales[None], self.block, mean[cut], scratch)
         if not at.feedback:
             return Estimate(mean, None)
         for where, values in self._sent(layout, message):
@@ -223,7 +226,13 @@ class Int8(Compressor):
         return Dither(x.numel(), at, what, dtype=precise_dtype(x), device=x.device)
 
     def _write(
-        self, message: Tensor, layout: Layout, x: Tensor, noise: Dither | None, start: int = 0
+        self,
+        message: Tensor,
+        layout: Layout,
+        x: Tensor,
+        scratch: Tensor,
+        noise: Dither | None,
+        start: int = 0,
     ) -> None:
         """Fill a message: scales and codes of a vector at most as long as the layout says, zeros.
 
@@ -231,13 +240,14 @@ class Int8(Compressor):
             message: ``layout.bytes`` bytes of any content.
             layout: Of the message.
             x: Elements.
+            scratch: See ``scratch_for``.
             noise: For stochastic rounding.
             start: Where in the bucket the elements lie, for the noise.
         """
         n, scalars = x.numel(), layout.scalars_of(message)
         own = scalars[: block_count(n, self.block)]
         codes = message[layout.head : layout.head + n].view(torch.int8)
-        self._encode(x, own, _LARGEST_CODE, codes, noise, start)
+        self._encode(x, own, _LARGEST_CODE, codes, scratch, noise, start)
         own.div_(_LARGEST_CODE)
         scalars[own.numel() :].zero_()
         message[layout.head + n :].zero_()
@@ -246,10 +256,10 @@ class Int8(Compressor):
         """Return codes and scales of a message, or of N messages by row; views."""
         return layout.codes_of(messages).view(torch.int8), layout.scalars_of(messages)
 
-    def _mean(self, layout: Layout, messages: Tensor, out: Tensor) -> Tensor:
+    def _mean(self, layout: Layout, messages: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
         """Write the mean of what N messages stand for to ``out`` and return that."""
         codes, scales = self._content(layout, messages)
-        return sum_scaled(codes, scales / len(messages), self.block, out)
+        return sum_scaled(codes, scales / len(messages), self.block, out, scratch)
 
     def _sent(
         self, layout: Layout, message: Tensor, n: int | None = None
@@ -262,8 +272,9 @@ class Int8(Compressor):
         self,
         x: Tensor,
         largest: Tensor,
-        levels: int,
+        levels: float,
         codes: Tensor,
+        scratch: Tensor,
         noise: Dither | None,
         start: int = 0,
         *,
@@ -277,12 +288,16 @@ class Int8(Compressor):
                 a piece is in the cache: 1 ms of 7 for 1e7 elements on one thread.
             levels: Levels L.
             codes: int8, as long as ``x``.
+            scratch: See ``scratch_for``, in the dtype of ``largest``.
             noise: For stochastic rounding.
             start: Where in the bucket the elements lie, for the noise.
             agreed: Whether ``largest`` is given.
         """
-        scratch = largest.new_empty(piece_length(x.numel(), self.block, x.device))
-        for where, blocks in pieces(x.numel(), self.block, x.device):
+        if noise is not None:
+            # A hair less, so that rounding the factor never lifts a peak above L: a clamp would be
+            # one more pass. Noise reaches neither the next integer nor the last.
+            levels *= 1.0 - 2.0 * torch.finfo(largest.dtype).eps
+        for where, blocks in pieces(x.numel(), self.block, scratch.numel()):
             rows = x[where].view(blocks.stop - blocks.start, -1)
             peak = largest[blocks, None]
             if not agreed:
@@ -293,6 +308,5 @@ class Int8(Compressor):
             if noise is None:
                 z.round_()
             else:
-                # A peak may exceed L by rounding.
-                noise.add_(z, start + where.start).floor_().clamp_(-levels, levels)
+                noise.add_(z, start + where.start).floor_()
             codes[where].copy_(z)

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradpilot.errors import ConfigError
 from gradpilot.protos.messages import DENSE, Option, check_option
 from gradpilot.worker_agent.collectives.base import AllToAll, ReduceScatter
+from gradpilot.worker_agent.compressors._blockwise import scratch_for
 from gradpilot.worker_agent.compressors._precision import precise_dtype
 from gradpilot.worker_agent.compressors.base import At, Estimate, Rounds, create
 from gradpilot.worker_agent.compressors.int8 import Int8
@@ -130,13 +131,14 @@ class _ShardInt8(Int8):
         width = shards.shape[1]
         layout = self._layout(width, precise_dtype(grad))
         messages = torch.empty(at.world_size, layout.bytes, dtype=torch.uint8, device=grad.device)
+        scratch = scratch_for(grad.numel(), self.block, layout.scalars_of(messages))
         noise = self._noise(grad, at)
         for number, (message, part) in enumerate(zip(messages, shards, strict=True)):
-            self._write(message, layout, part, noise, number * width)
+            self._write(message, layout, part, scratch, noise, number * width)
 
         received = yield AllToAll(messages.view(-1))
 
-        shard = self._mean(layout, received, _room(grad, at))
+        shard = self._mean(layout, received, _room(grad, at), scratch)
         if not at.feedback:
             return Estimate(shard, None)
 
