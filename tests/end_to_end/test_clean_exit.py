@@ -1,6 +1,6 @@
 """A job ends as its script ended: with its exit code, soon, and with nothing left behind.
 
-Exits race with threads, so each kind is repeated: ``GRADPILOT_EXIT_REPEATS`` times, 3 by default.
+Exits race with threads, so each kind is repeated: ``GRADPILOT_EXIT_REPEATS`` times, 2 by default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.torchrun import WRAPPER, Ended, torchrun
 
-REPEATS = int(os.environ.get("GRADPILOT_EXIT_REPEATS", "3"))
+REPEATS = int(os.environ.get("GRADPILOT_EXIT_REPEATS", "2"))
 
 LIMIT_SECONDS = 45.0
 """For a job whose ranks train for a second or two, on a busy machine."""

@@ -130,7 +130,7 @@ def test_every_name_can_be_pinned_while_the_job_runs(
                     pinned = main(["pin", "--address", controller.address, RUN.run, *words])
                     assert pinned == 0, capsys.readouterr().err
                     until(
-                        f"{option.label} for {STEPS_EACH} steps", partial(_done, folder, option), 20
+                        f"{option.label} for {STEPS_EACH} steps", partial(_done, folder, option), 40
                     )
         finally:
             (folder / "stop").touch()

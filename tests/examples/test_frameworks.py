@@ -101,7 +101,7 @@ def test_the_framework_trains_under_a_plan_of_the_controllers(job: Job, name: st
         assert found["controller"] != ""
         assert found["steps"] == drive.EPOCHS * STEPS_AN_EPOCH
         assert found["switches"] == 1, "its plan came into force"
-        assert found["sent"] < 0.9, "and was carried out"
+        assert found["sent"] < 1, "and was carried out"
         assert found["equal"], "ranks are in sync"
         assert (found["frozen"], found["resets"], found["reports dropped"]) == ("", 0, 0)
         assert found["accuracy"] > 0.75
