@@ -66,9 +66,16 @@ def compute_samples(ranks: int, scale: float = 1.0) -> tuple[ComputeSample, ...]
         key = (row["compressor"], settings(row["settings"]), row["ratio"], row["elements"])
         seconds = (row["compress_seconds"], row["decompress_seconds"])
         tables.setdefault(key, []).append((row["ranks"], *seconds))
+    gathering = {
+        (form["compressor"], settings(form["settings"]))
+        for form in document()["families"]
+        if form["gathers"]
+    }
     samples = []
     for (compressor, its_settings, ratio, elements), points in tables.items():
         compress, decompress = (_linear(points, ranks, i) for i in (1, 2))
+        if len(points) == 1 and (compressor, its_settings) in gathering:
+            decompress *= ranks / points[0][0]  # of few ranks only, so timed at one number of them
         samples.append(
             ComputeSample(
                 compressor, its_settings, ratio, elements, scale * compress, scale * decompress

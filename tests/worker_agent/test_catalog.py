@@ -59,6 +59,7 @@ def test_only_settings_that_were_trained_with_are_offered() -> None:
                 if s.name in ("exchange", "rank")}  # fmt: skip
 
     assert offered(18) - offered(19) == {("int8", "all_reduce")}
+    assert offered(8) - offered(9) == {("int8", "all_gather")}, "9 payloads are over two buckets"
     assert {of for of in offered(18) if of[0] == "powersgd"} == {
         ("powersgd", "4"),
         ("powersgd", "16"),

@@ -40,6 +40,9 @@ CALIBRATED_LEVELS = 7
 ``bench/results/efficiency.json``, with one scale for a whole bucket and random rounding, both of
 which err more. Under ``all_reduce`` 18 ranks leave as many."""
 
+MOST_GATHERED = 8
+"""Most ranks whose payloads a policy may have gathered."""
+
 # Fewer levels to each side than this, and a rank sends more noise than gradient.
 _LEAST_LEVELS = 3
 # Blocks below this peak are not sent but wait in the residual: 127 over it would overflow.
@@ -102,8 +105,14 @@ class Int8(Compressor):
         return _LARGEST_CODE // least
 
     def calibrated_for(self, world_size: int) -> bool:
-        """Return whether sums leave ``CALIBRATED_LEVELS``."""
-        return self.exchange != "all_reduce" or _LARGEST_CODE // world_size >= CALIBRATED_LEVELS
+        """Return whether sums leave ``CALIBRATED_LEVELS``, or all payloads fit two buckets.
+
+        An all-gather holds those of all ranks, a quarter of a bucket each: with many ranks that is
+        more than whoever attached an agent can have expected.
+        """
+        if self.exchange == "all_reduce":
+            return _LARGEST_CODE // world_size >= CALIBRATED_LEVELS
+        return self.exchange != "all_gather" or world_size <= MOST_GATHERED
 
     def check(self, world_size: int, collective: str) -> None:
         """Refuse more ranks than integer sums leave levels for."""
