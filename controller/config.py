@@ -84,7 +84,12 @@ class PolicyConfig(BaseModel):
         default=(0.4, 0.2, 0.4),
         description="of statistical loss, compression, synchronisation (weighted)",
     )
-    gain_floor: float = Field(default=0.3, ge=0, le=1, description="least expected gain, [0, 1]")
+    gain_floor: float = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="least expected gain, [0, 1]; of powersgd 0.27 of it, whose gain says less",
+    )
     gain_band: float = Field(
         default=0.05,
         ge=0,

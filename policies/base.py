@@ -86,7 +86,8 @@ class PolicySettings:
     Attributes:
         choice: ``tta`` (least predicted time to accuracy), ``knee`` or ``weighted``.
         weights: Weights of statistical loss, compression and synchronisation time (``weighted``).
-        gain_floor: Least expected gain over the whole gradient, [0, 1]. The default is careful:
+        gain_floor: Least expected gain over the whole gradient, [0, 1]; a family may say that a
+            share of it is enough, see ``messages.Family.floor_factor``. The default is careful:
             efficiency as a power of gain is too kind to very small gains, and the residual that
             builds up under them makes the measured gain smaller than the predicted one.
         gain_band: A plan in force may fall below the floor by this share before it must go: gains
