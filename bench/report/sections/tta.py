@@ -29,7 +29,7 @@ for want of time.
 """
 
 REASONS = {
-    "^cnn, c1: (bf16|best .*) / adaptive": "it stays with PowerSGD in the fast phases: payloads that"
+    "^cnn, c1: (bf16|best .*) / adaptive": "it stays with PowerSGD in the fast phases: payloads so"
     " small say nothing of a bandwidth that grew, and no probe is asked for until latency changes",
     "other programs": "the machine was not quiet",
 }
