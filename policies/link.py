@@ -117,8 +117,7 @@ def fit_link(
     if estimate.separable or previous is None:
         return estimate
     if not previous.separable:
-        seen = data.seen(estimate.alpha_seconds)
-        return _completed(seen, recency, estimate, previous)
+        return _completed(data.seen(estimate.alpha_seconds), recency, estimate, previous)
     # The data tell one direction only; a known split that agrees with them is kept.
     seen = data.seen(previous.alpha_seconds)
     level = _median(seen.t / _predict(seen, previous), recency)
@@ -211,20 +210,23 @@ def _completed(
     (Derived here.)
     """
     alpha, beta = previous.alpha_seconds, previous.beta_seconds_per_byte
-    if alpha <= 0 or beta <= 0:
-        return estimate
     # By relative errors, cross-multiplied: either estimate may be zero.
     vague = estimate.beta_error * estimate.alpha_seconds
     if not vague <= estimate.alpha_error * estimate.beta_seconds_per_byte:
+        if not previous.beta_error <= MAX_RELATIVE_ERROR * beta:
+            return estimate  # it was not known either
         alpha = _median((seen.t - seen.y * beta) / np.maximum(seen.a, 1e-9), recency)
         if alpha <= 0:  # then all of it is bandwidth, and there is more than before
             return estimate
-    else:
-        pushed = np.maximum(seen.y, 1.0)
-        beta = _median((seen.t - seen.a * alpha) / pushed, recency)
-        if beta <= 0:
-            return estimate
-    return replace(estimate, alpha_seconds=alpha, beta_seconds_per_byte=beta)
+        error = previous.beta_error
+        return replace(estimate, alpha_seconds=alpha, beta_seconds_per_byte=beta, beta_error=error)
+    if not previous.alpha_error <= MAX_RELATIVE_ERROR * alpha:
+        return estimate
+    beta = _median((seen.t - seen.a * alpha) / np.maximum(seen.y, 1.0), recency)
+    if beta <= 0:
+        return estimate
+    error = previous.alpha_error
+    return replace(estimate, alpha_seconds=alpha, beta_seconds_per_byte=beta, alpha_error=error)
 
 
 def _median(values: Floats, weights: Floats) -> float:

@@ -159,6 +159,17 @@ def test_small_payloads_leave_the_bandwidth_as_it_was(factor: float) -> None:
     assert again.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.3), "it does not wear off"
 
 
+def test_what_was_never_known_does_not_stay() -> None:
+    """The first collectives of a job may tell next to nothing, and that must not be kept."""
+    guess = LinkEstimate(5.2e-4, 5.6e-9, 1e-6, 4e-9, 3, 0.0, False)
+    found = fit_link(small_rings(5.2e-4, 4e-10), 4, "gloo", guess)
+    fresh = fit_link(small_rings(5.2e-4, 4e-10), 4, "gloo")
+    assert found is not None
+    assert fresh is not None
+    assert found.beta_seconds_per_byte == pytest.approx(fresh.beta_seconds_per_byte)
+    assert found.beta_seconds_per_byte < 0.5 * guess.beta_seconds_per_byte
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_three_large_payloads_among_many_small_ones_are_no_outliers(known: bool) -> None:
     """As after a probe. Small ones may pass a shaper at once, so they seem to cost no bandwidth."""
