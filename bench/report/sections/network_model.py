@@ -27,8 +27,8 @@ differ, the backend does something else than the textbook.
 REASONS = {
     "all_to_all": "gloo's sends all parts at once, the cost model reckons with one after another;"
     " policies do not choose it unless told to",
-    "": "up to 8 ranks shared two cores, one of which another program used, so much of the time of a"
-    " small collective is waiting for a core; what is the model's own error was not told apart",
+    "": "up to 8 ranks shared two cores, one of which another program used, so much of the time of"
+    " a small collective is waiting for a core; what is the model's own error was not told apart",
 }
 
 PREDICTIONS = {"asked": "as asked for", "fitted": "fitted", "affine": "affine"}
