@@ -371,11 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _text(rows: Sequence[Any], verdicts: Sequence[Any]) -> str:
     lines = [", ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
-    lines += [
-        f"{'holds' if v['holds'] else 'DOES NOT HOLD'}: {v['name']} {v['target']}: {v['measured']}"
-        for v in verdicts
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *results_file.judged(verdicts)])
 
 
 if __name__ == "__main__":

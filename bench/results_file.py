@@ -49,6 +49,14 @@ def verdict(name: str, target: str, measured: float | str, holds: bool) -> dict[
     return {"name": name, "target": target, "measured": measured, "holds": bool(holds)}
 
 
+def judged(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for people of every verdict."""
+    return [
+        f"{'holds' if v['holds'] else 'DOES NOT HOLD'}: {v['name']} {v['target']}: {v['measured']}"
+        for v in verdicts
+    ]
+
+
 def write(
     name: str,
     command: str,

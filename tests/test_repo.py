@@ -59,6 +59,7 @@ TESTED_ELSEWHERE = {
     "bench/_gradients.py": "tests/bench/test_compressors.py",
     "bench/_memory.py": "tests/bench/test_compressors.py",
     "bench/_recorded_tasks.py": "tests/bench/test_record_gradients.py",
+    "bench/_processes.py": "tests/bench/test_network_model.py",
     "bench/_rounds.py": "tests/bench/test_compressors.py",
     "bench/_verdicts.py": "tests/bench/test_compressors.py",
     "worker_agent/compressors/_agreed.py": "tests/worker_agent/compressors/test_randomk.py",

@@ -67,11 +67,7 @@ def text(rows: Sequence[dict[str, Any]], verdicts: Sequence[dict[str, Any]]) -> 
         f" all {row['ratio_all']:.3f}, {row['blocks']} blocks, {row['buckets']} buckets"
         for row in rows
     ]
-    lines += [
-        f"{'holds' if v['holds'] else 'DOES NOT HOLD'}: {v['name']} {v['target']}: {v['measured']}"
-        for v in verdicts
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *results_file.judged(verdicts)])
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -68,11 +68,7 @@ def text(rows: Sequence[dict[str, Any]], verdicts: Sequence[dict[str, Any]]) -> 
                 f" {row['affine_payloads']:.3f} M beta; busiest rank sends"
                 f" {row['sent_most_payloads']:.3f} M"
             )
-    lines += [
-        f"{'holds' if v['holds'] else 'DOES NOT HOLD'}: {v['name']} {v['target']}: {v['measured']}"
-        for v in verdicts
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *results_file.judged(verdicts)])
 
 
 def _refuse(words: str) -> int:

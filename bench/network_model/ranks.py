@@ -18,19 +18,12 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-import gradpilot
+from bench._processes import MASTER_PORT, environment
 from bench.netlab import Lab
 from bench.network_model.job import write
 
-MASTER_PORT = 29500
-"""In a lab; its addresses are its own, so a fixed port meets nobody."""
-
 END_SECONDS = 30.0
 POLL_SECONDS = 0.02
-
-ROOT = Path(gradpilot.__file__).resolve().parent.parent
-
-_DROPPED = ("GRADPILOT_", "TORCHELASTIC_", "SLURM_", "GLOO_")
 
 
 class RanksFailedError(Exception):
@@ -128,15 +121,8 @@ class Ranks:
     def _start(self, rank: int, address: str, port: int, interface: str) -> None:
         argv = [sys.executable, "-m", "bench.network_model.job", "--folder", str(self._folder)]
         argv += ["--seconds", str(self._seconds), "--interface", interface]
-        kept = {
-            n: v
-            for n, v in os.environ.items()
-            if not (n.startswith(_DROPPED) or n.lower().endswith("_proxy"))
-        }
         env = {
-            **kept,
-            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-            "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p),
+            **environment(),
             "RANK": str(rank),
             "WORLD_SIZE": str(self._ranks),
             "MASTER_ADDR": address,

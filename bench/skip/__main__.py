@@ -94,11 +94,7 @@ def text(rows: Sequence[dict[str, Any]], verdicts: Sequence[dict[str, Any]]) -> 
                 f" {row['rate']:g}, {row['less_than_dense_points']:+.2f} points less than"
                 f" all-reduce ({row['less_at_dense_rate_points']:+.2f} at its rate)"
             )
-    lines += [
-        f"{'holds' if v['holds'] else 'DOES NOT HOLD'}: {v['name']} {v['target']}: {v['measured']}"
-        for v in verdicts
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *results_file.judged(verdicts)])
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -13,20 +13,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import gradpilot
+from bench._processes import MASTER_PORT, environment
 from bench.netlab import Lab
 from bench.tta.methods import Method
 
-MASTER_PORT, GRPC_PORT, HTTP_PORT = 29500, 47800, 47801
+GRPC_PORT, HTTP_PORT = 47800, 47801
 """The lab's addresses are its own, so fixed ports meet nobody."""
 
 START_SECONDS = 60.0
 END_SECONDS = 20.0
 POLL_SECONDS = 0.02
-
-ROOT = Path(gradpilot.__file__).resolve().parent.parent
-
-_DROPPED = ("GRADPILOT_", "TORCHELASTIC_", "SLURM_", "GLOO_")
 
 
 class RowFailedError(Exception):
@@ -126,18 +122,11 @@ class Processes:
     def _start(
         self, host: int, name: str, argv: list[str], more: Mapping[str, str]
     ) -> subprocess.Popen[str]:
-        kept = {
-            n: v
-            for n, v in os.environ.items()
-            if not (n.startswith(_DROPPED) or n.lower().endswith("_proxy"))
-        }
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
         with (self._folder / f"{name}.log").open("w", encoding="utf-8") as log:
             return self._lab.popen(
                 host,
                 argv,
-                env={**kept, **threads, "PYTHONPATH": path, **more},
+                env={**environment(), **more},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

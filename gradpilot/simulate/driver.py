@@ -42,6 +42,9 @@ Decide = Callable[[Inputs], Outcome]
 
 _START_PROBE = (START_PROBE.small_bytes, START_PROBE.large_bytes)
 
+ROUNDING = 1e-9
+"""Share by which a gain may fall short of its floor: sums over buckets are rounded."""
+
 MOST_STEPS = 100
 """A job that needs this many times its dense steps is given up: its plan makes no progress."""
 
@@ -259,7 +262,7 @@ class Driver:
         column = np.arange(len(weights))
         total = float(gain[self._rows, column] @ weights)
         whole = all(map(safe, self._distinct))
-        self._too_bold = not whole and total < case.settings.gain_floor * (1 - 1e-9)
+        self._too_bold = not whole and total < case.settings.gain_floor * (1 - ROUNDING)
         return float(worth[self._rows, column] @ weights)
 
     def _new_window(self) -> Window:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradpilot.protos.messages import Option
-from gradpilot.simulate.driver import Case, Driver, Result
+from gradpilot.simulate.driver import ROUNDING, Case, Driver, Result
 from gradpilot.simulate.engine import BLOCK, Weather, part, step_seconds
 from gradpilot.simulate.traces import Link
 from gradpilot.simulate.world import Costs, safe
@@ -26,9 +26,6 @@ SHORTLIST = 24
 
 TRIED = 3
 """Fixed plans that are carried out with noise, the best ones without."""
-
-ROUNDING = 1e-9
-"""Share by which a gain may fall short of its floor: sums over buckets are rounded."""
 
 PHASES = 5
 """Points of a training at which an option must keep the gain floor."""

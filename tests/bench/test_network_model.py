@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import results_file
+from bench._processes import environment
 from bench.netlab import Link, leftovers, missing
 from bench.network_model import __main__ as command
 from bench.network_model import analysis, grid
@@ -172,3 +174,16 @@ def test_emulated_hosts_foretell_a_transfer() -> None:
         assert cell.sent[0] == pytest.approx(cell.size, rel=0.1)
         assert cell.sent[1] < 0.1 * cell.size
         assert 0.9 < cell.median / (cell.size / bytes_per_second(link)) < 2.5
+
+
+def test_ranks_inherit_nothing_that_configures_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRADPILOT_OPTION", "GLOO_SOCKET_IFNAME", "HTTPS_PROXY", "grpc_proxy"):
+        monkeypatch.setenv(name, "something")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    found = environment()
+    assert not {name for name in found if name.startswith(("GRADPILOT_", "GLOO_"))}
+    assert not {name for name in found if name.lower().endswith("_proxy")}
+    assert found["OMP_NUM_THREADS"] == "1"
+    first, *rest = found["PYTHONPATH"].split(os.pathsep)
+    assert (Path(first) / "gradpilot").is_dir()
+    assert rest == ["elsewhere"]

@@ -113,3 +113,11 @@ def test_files_can_be_checked_by_command(
     assert said[:2] == [f"{good}: well-formed"] * 2
     assert "field 'created' is missing" in said[2]
     assert "No such file" in said[3]
+
+
+def test_a_verdict_that_does_not_hold_is_told_as_such() -> None:
+    found = [
+        results_file.verdict("ratio", "<= 1.03", 1.05, False),
+        results_file.verdict("hangs", "0", 0, True),
+    ]
+    assert results_file.judged(found) == ["DOES NOT HOLD: ratio <= 1.03: 1.05", "holds: hangs 0: 0"]

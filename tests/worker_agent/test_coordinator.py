@@ -10,6 +10,7 @@ from gradpilot.errors import ConfigError, ProtocolError
 from gradpilot.protos.messages import (
     DENSE,
     START_INTERVAL,
+    START_PROBE,
     Ack,
     Assignment,
     Option,
@@ -206,6 +207,22 @@ def test_a_probe_is_run_once() -> None:
     coordinator.end_step(20, table, layout_changed=False)
     assert agreement.rows[-1].probe is None
     assert coordinator.begin_step(20) is None
+
+
+def test_the_probe_of_the_start_takes_no_number_from_the_controllers() -> None:
+    agreement = FakeAgreement()
+    coordinator, table = _coordinator(agreement)
+    coordinator.request_probe(START_PROBE)
+    coordinator.end_step(2, table, layout_changed=False)
+    assert agreement.rows[-1].probe == START_PROBE
+    agreement.verdicts = [Verdict(probe=START_PROBE)]
+    assert coordinator.begin_step(2) == START_PROBE
+    coordinator.end_step(4, table, layout_changed=False)
+    assert agreement.rows[-1].probe is None, "it is run once"
+    asked = ProbeRequest(START_PROBE.id, 4096, 65536)
+    coordinator.request_probe(asked)
+    coordinator.end_step(6, table, layout_changed=False)
+    assert agreement.rows[-1].probe == asked
 
 
 def test_a_single_rank_agrees_with_itself() -> None:
